@@ -30,7 +30,7 @@ from kbpf.dataplane.bpf.maps.layout import MAPS, U32, Reason, ServiceFlag, schem
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import packet_path
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf import objects, syscalls
 from kbpf.kernel.bpf.objects import Link, Map
 from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_ARRAY_OF_MAPS
 from kbpf.kernel.net import links
@@ -246,6 +246,15 @@ class Site:
         """Writes an entry of a map."""
         with self.pinned(name) as found:
             found.update(key, value)
+
+    def drain_queue(self) -> list[bytes]:
+        """Empties the queue of flows; returns its keys, oldest first."""
+        found = []
+        with self.pinned("flow_queue") as queue:
+            taken = ctypes.create_string_buffer(queue.value_size)
+            while syscalls.lib().bpf_map_lookup_and_delete_elem(queue.fd, None, taken) == 0:
+                found.append(taken.raw)
+        return found
 
     def entries(self, name: str) -> dict[bytes, bytes]:
         with self.pinned(name) as found:

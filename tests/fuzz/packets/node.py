@@ -19,7 +19,6 @@ The pod b0 reaches itself by `masked`. A fourth Service has no endpoints: its pa
 """
 
 import contextlib
-import ctypes
 import socket
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -29,7 +28,6 @@ from typing import TypeVar
 import msgspec
 
 from kbpf.dataplane.bpf.maps.layout import U32, U64
-from kbpf.kernel.bpf import syscalls
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
@@ -152,20 +150,11 @@ class KbpfNode:
     def __init__(self, site: Site) -> None:
         self.site = site
 
-    def drain(self) -> list[bytes]:
-        """Empties the queue; returns its keys, oldest first."""
-        found = []
-        with self.site.pinned("flow_queue") as order:
-            taken = ctypes.create_string_buffer(order.value_size)
-            while syscalls.lib().bpf_map_lookup_and_delete_elem(order.fd, None, taken) == 0:
-                found.append(taken.raw)
-        return found
-
     def forget(self) -> None:
         """Deletes all tracked connections."""
         with self.site.pinned("flows") as entries:
             entries.delete_batch(b"".join(key for key, _ in entries.items()))
-        self.drain()
+        self.site.drain_queue()
         with self.site.pinned("flow_count") as tracked:
             tracked.update(U32.pack(0), U64.pack(0))
 

@@ -148,7 +148,7 @@ class ProgramRuns:
                 raw[flow_entries.STATE] == TcpState.CLOSED
             )
             assert raw[flow_entries.IDENTITY] in own or reserves, raw.hex()
-        keys = self._node.drain()
+        keys = self._node.site.drain_queue()
         with self._node.site.pinned("flow_count") as tracked:
             (told,) = U64.unpack(tracked.lookup(bytes(4)) or bytes(8))
         assert told == len(keys), f"{len(keys)} keys in the queue, {told} counted"

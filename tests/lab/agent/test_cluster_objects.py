@@ -6,7 +6,6 @@ last two also on the objects in a `kbpf sysdump`.
 import json
 import tarfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
@@ -41,7 +40,7 @@ WEIGHTS = {"kbpf.io/weights": "10.1.0.1=3", "kbpf.io/algorithm": "maglev", "team
 
 
 @pytest.fixture(scope="module")
-def at(apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+def at(apiserver: ApiServer, tmp_path_factory) -> Iterator[tuple[str, ...]]:
     """Creates the objects; the options that lead a command to them."""
     path = apiserver.kubeconfig(tmp_path_factory.mktemp("cluster") / "kubeconfig")
     with apiserver.kube() as kube:
@@ -73,7 +72,7 @@ EXPLAINED = {
 
 
 @pytest.mark.parametrize("name", EXPLAINED)
-def test_each_endpoint_is_explained(at: tuple[str, ...], name: str, capsys: pytest.CaptureFixture[str]):
+def test_each_endpoint_is_explained(at: tuple[str, ...], name: str, capsys):
     command = ["inspect", "endpoints", f"default/{name}", "--hostname-override", "here", *at]
     assert app.call([*command, "-o", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)["items"]
@@ -92,18 +91,14 @@ def test_each_endpoint_is_explained(at: tuple[str, ...], name: str, capsys: pyte
 @pytest.mark.parametrize(
     ("name", "more", "says"), [("none", (), "no Service default/none"), ("web", ("--kubeconfig", "/none"), "/none")]
 )
-def test_errors_are_one_line(
-    at: tuple[str, ...], name: str, more: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
-):
+def test_errors_are_one_line(at: tuple[str, ...], name: str, more: tuple[str, ...], says: str, capsys):
     assert app.call(["inspect", "endpoints", f"default/{name}", "--hostname-override", "here", *at, *more]) == 1
     err = capsys.readouterr().err
     assert says in err
     assert err.count("\n") == 1
 
 
-def test_the_objects_of_a_sysdump_are_the_clusters(
-    at: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_objects_of_a_sysdump_are_the_clusters(at: tuple[str, ...], tmp_path, capsys):
     dump, server = tmp_path / "dump.tar.gz", at[:2]
     assert app.call(["sysdump", str(dump), *at]) == 0
     with tarfile.open(dump) as tar:

@@ -31,7 +31,7 @@ REFUSED_LATER = {
 
 
 @pytest.fixture(scope="module")
-def made(kube_proxy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def made(kube_proxy: Path, tmp_path_factory) -> dict[str, bytes]:
     """Text of a row → the settings that kube-proxy writes; b"" where it refuses."""
     folder = tmp_path_factory.mktemp("rows")
     texts = list(dict.fromkeys(text for text, _ in (*SAYS, *WRONG)))

@@ -270,7 +270,7 @@ MIN_SYNC = {"--iptables-min-sync-period": "0.25s", "--ipvs-min-sync-period": "0.
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_flags_mean_what_the_real_kube_proxy_makes_of_them(kube_proxy: Path, tmp_path: Path, mode: str):
+def test_flags_mean_what_the_real_kube_proxy_makes_of_them(kube_proxy: Path, tmp_path, mode: str):
     """kube-proxy writes its flags as a file, which kbpf reads as it reads the flags. All flags at once, twice, with
     the first and the last sample of each.
     """
@@ -288,7 +288,7 @@ def test_flags_mean_what_the_real_kube_proxy_makes_of_them(kube_proxy: Path, tmp
         assert replace(ours, detect_local_mode=local) == load.load({}, {}, written.read_bytes()).config, flags
 
 
-def test_written_configuration_round_trips_through_kube_proxy(kube_proxy: Path, tmp_path: Path):
+def test_written_configuration_round_trips_through_kube_proxy(kube_proxy: Path, tmp_path):
     """The real kube-proxy reads it in strict mode, without an unknown field."""
     theirs, ours, again = (tmp_path / name for name in ("theirs", "ours", "again"))
     run(str(kube_proxy), "--write-config-to", str(theirs))

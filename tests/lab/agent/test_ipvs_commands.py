@@ -7,7 +7,6 @@ import json
 import re
 import tarfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -88,7 +87,7 @@ def test_commands(field: Field, row: Row):
     assert missing == [], said
 
 
-def test_sysdump_has_what_the_mode_has(field: Field, tmp_path: Path):
+def test_sysdump_has_what_the_mode_has(field: Field, tmp_path):
     path = tmp_path / "dump.tar.gz"
     done = field.agent.kbpf("sysdump", str(path), "--time-limit", f"{2 * PATIENCE:.0f}s")
     assert done.returncode == 0, done.stderr

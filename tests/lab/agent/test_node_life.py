@@ -28,9 +28,7 @@ in_any_way = pytest.mark.parametrize("home", WAYS[:1], indirect=True)
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def home(
-    request: pytest.FixtureRequest, programs: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FolderNode]:
+def home(request, programs: None, tmp_path_factory) -> Iterator[FolderNode]:
     """A node with two pods that serve, and a client outside; its agent is not started. There is
     another node, without an agent.
     """

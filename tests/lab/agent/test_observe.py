@@ -402,7 +402,7 @@ def test_all_mode_independent_series_of_kube_proxy_exist(site: Site, web: str):
 SCRAPE = docs.ROOT / "manifests" / "monitoring" / "scrape.yaml"
 
 
-def test_prometheus_reaches_the_metrics_with_the_documented_settings(site: Site, tmp_path: Path):
+def test_prometheus_reaches_the_metrics_with_the_documented_settings(site: Site, tmp_path):
     """The setting and the scrape job of docs/observe.md. promtool computes the targets with
     Prometheus' own code; an agent with that setting answers there from outside the node.
     """

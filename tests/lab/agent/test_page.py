@@ -32,7 +32,7 @@ BROWSER = (
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderNode]:
+def node(tmp_path_factory) -> Iterator[FolderNode]:
     folder = tmp_path_factory.mktemp("page") / "objects"
     with Lab(1, "pg", apart=True) as lab, FolderNode(lab, folder, pods=3) as made:
         made.write(scenario.documents("shop"))
@@ -53,7 +53,7 @@ def browse(node: FolderNode, folder: Path, *options: str) -> str:
     return done.stdout
 
 
-def test_page_shows_services_and_failures(node: FolderNode, tmp_path: Path):
+def test_page_shows_services_and_failures(node: FolderNode, tmp_path):
     text = browse(node, tmp_path, "--dump-dom")
     for expected in ("kbpf on node-1", "healthy", "10.96.0.20:80/TCP", "no endpoints", "ECONNREFUSED"):
         assert expected in text, expected

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same objects lead to the same maps, in whatever order they arrive (see also
+"""The same objects lead to the same maps though an agent is stopped and killed meanwhile (in any order:
 tests/values/policy/test_any_order.py); no objects to empty maps.
 """
 
-import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,19 +13,6 @@ from tests.support.cluster.scenario import FolderNode
 from tests.support.lab.lab import Lab
 
 Objects = list[Object]
-Way = Callable[[FolderNode, Objects], None]
-
-
-def by_a_detour(node: FolderNode, objects: Objects) -> None:
-    """Each object is different at first: other ports, other endpoints, another zone. Its last state
-    arrives in a random but reproducible order, a third at a time.
-    """
-    node.agent.start()
-    node.write([detour(obj) for obj in objects])
-    node.settle()
-    for i in range(3):
-        node.write(random.Random(7).sample(objects, len(objects))[i::3])
-        node.settle()
 
 
 def through_restarts(node: FolderNode, objects: Objects) -> None:
@@ -43,21 +28,6 @@ def through_restarts(node: FolderNode, objects: Objects) -> None:
         node.agent.start()
 
 
-WAYS = (by_a_detour, through_restarts)
-
-
-def detour(obj: Object) -> Object:
-    """An earlier, different state of the object."""
-    if obj["kind"] == "Service":
-        ports = [{**port, "port": port["port"] + 1000} for port in obj["spec"].get("ports", ())]
-        spec = obj["spec"] | ({"ports": ports} if ports else {})
-        return obj | {"spec": spec | {"externalTrafficPolicy": "Local", "externalIPs": []}}
-    if obj["kind"] == "EndpointSlice":
-        ports = [{**port, "port": 9} for port in obj["ports"]]
-        return obj | {"endpoints": obj["endpoints"][::-1][:1], "ports": ports}
-    return obj | {"status": {}} if obj["kind"] == "Node" else obj
-
-
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     """One node, without an API server."""
@@ -65,12 +35,11 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_all_orders_lead_to_the_same_maps(lab: Lab, tmp_path: Path, way: Way):
+def test_restarts_lead_to_the_same_maps(lab: Lab, tmp_path):
     """All scenarios together."""
     names = scenario.names()
     with FolderNode(lab, tmp_path / "objects") as node:
-        way(node, scenario.documents(*names))
+        through_restarts(node, scenario.documents(*names))
         node.settle()
         assert scenario.lines(node.agent) == scenario.expected(*names)
         node.empty()

@@ -17,7 +17,7 @@ from tests.support.lab.load import under_load
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderNode]:
+def node(tmp_path_factory) -> Iterator[FolderNode]:
     """A node that serves the scenario `shop`, whose endpoints are the node's three pods."""
     folder = tmp_path_factory.mktemp("source") / "objects"
     with Lab(1, "d", apart=True) as lab, FolderNode(lab, folder, pods=3) as made:

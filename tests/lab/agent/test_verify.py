@@ -35,7 +35,7 @@ POD_UID = "0f4a1c1e-5d0b-4c52-9a57-3d6a2a1f9b10"
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderNode]:
+def node(tmp_path_factory) -> Iterator[FolderNode]:
     folder = tmp_path_factory.mktemp("verify") / "objects"
     with Lab(1, "v", apart=True) as lab, FolderNode(lab, folder, pods=3) as made:
         made.write(scenario.documents("shop"))

@@ -136,7 +136,7 @@ IN_C = "	struct next_hop out; /* of the packets that this entry matches */\n"
 
 
 @pytest.fixture(scope="module")
-def another_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def another_version(tmp_path_factory) -> Path:
     other = tmp_path_factory.mktemp("version") / "kbpf"
     shutil.copytree(ROOT / "kbpf", other, ignore=shutil.ignore_patterns("__pycache__"))
     layout, types = other / "dataplane/bpf/maps/layout.py", other / "bpf" / "types.h"

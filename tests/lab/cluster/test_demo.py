@@ -49,7 +49,7 @@ def demo(*arguments: str, cache: Path) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory) -> Path:
     """The programs are compiled by the first demo."""
     return tmp_path_factory.mktemp("demo-cache")
 

@@ -187,7 +187,7 @@ def cluster(programs: None, kubectl: Path) -> Iterator[PodCluster]:
 
 
 @pytest.fixture(scope="module")
-def shell(cluster: PodCluster, kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> Shell:
+def shell(cluster: PodCluster, kubectl: Path, tmp_path_factory) -> Shell:
     return Shell(cluster, tmp_path_factory.mktemp("clone"), kubectl)
 
 

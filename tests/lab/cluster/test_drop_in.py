@@ -104,7 +104,7 @@ def in_use(cluster: KubeadmCluster, dialled: Node) -> Iterator[InUse]:
 
 
 def test_the_documented_steps_there_and_back_fail_no_connection(
-    cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path: Path
+    cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path
 ):
     shell = Shell(cluster, tmp_path, kubectl, kubeadm)
     with in_use(cluster, cluster.lab.nodes[1]) as use:
@@ -200,7 +200,7 @@ NOT_PUSHED, NOT_READY = "kbpf:not-pushed", "kbpf:not-ready"
 
 
 @pytest.fixture
-def not_ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def not_ready(tmp_path_factory) -> Path:
     """A copy of kbpf that serves but reports that it is not ready."""
     other = tmp_path_factory.mktemp("not-ready") / "kbpf"
     shutil.copytree(docs.ROOT / "kbpf", other, ignore=shutil.ignore_patterns("__pycache__"))
@@ -210,7 +210,7 @@ def not_ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_failed_rollout_is_reverted_by_the_documented_steps(
-    cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path: Path, not_ready: Path
+    cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path, not_ready: Path
 ):
     """migration.md: the rollout stops at the first node, and kube-proxy is restored there.
 

@@ -50,13 +50,13 @@ def test_every_block_has_a_row():
 
 
 @pytest.fixture
-def before(kubeadm: Path, apiserver: ApiServer, tmp_path: Path) -> Kubeadm:
+def before(kubeadm: Path, apiserver: ApiServer, tmp_path) -> Kubeadm:
     """kubeadm's kube-proxy, which some blocks replace."""
     return Kubeadm(kubeadm, apiserver, tmp_path)
 
 
 @pytest.fixture
-def admin(apiserver: ApiServer, kubectl: Path, before: Kubeadm, tmp_path: Path) -> Iterator[Kubectl]:
+def admin(apiserver: ApiServer, kubectl: Path, before: Kubeadm, tmp_path) -> Iterator[Kubectl]:
     """kubectl as administrator; removes all of kbpf after the test."""
     made = Kubectl(kubectl, apiserver, tmp_path)
     yield made
@@ -68,7 +68,7 @@ def admin(apiserver: ApiServer, kubectl: Path, before: Kubeadm, tmp_path: Path) 
 
 
 @pytest.fixture
-def clone(apiserver: ApiServer, kubectl: Path, helm: Path, tmp_path: Path) -> Clone:
+def clone(apiserver: ApiServer, kubectl: Path, helm: Path, tmp_path) -> Clone:
     """A clone with kubectl and helm in its PATH."""
     return Clone(tmp_path, apiserver, kubectl, helm)
 
@@ -139,7 +139,7 @@ exec unshare --mount sh -c 'umount -l /sys/fs/bpf; "$@" && findmnt -no FSTYPE /s
 """
 
 
-def test_a_node_of_kind_gets_a_bpffs(clone: Clone, tmp_path: Path):
+def test_a_node_of_kind_gets_a_bpffs(clone: Clone, tmp_path):
     """docs/clusters.md"""
     docker = tmp_path / "bin" / "docker"
     docker.write_text(DOCKER)

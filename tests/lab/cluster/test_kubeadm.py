@@ -47,13 +47,13 @@ def test_kubeadm_upgrade_has_the_skipped_phases(kubeadm: Path):
 
 
 @pytest.fixture
-def made(kubeadm: Path, apiserver: ApiServer, tmp_path: Path) -> Objects:
+def made(kubeadm: Path, apiserver: ApiServer, tmp_path) -> Objects:
     """The objects that kubeadm prints, by kind and name."""
     return named(Kubeadm(kubeadm, apiserver, tmp_path, endpoint=ENDPOINT, pods=PODS).kube_proxy())
 
 
 @pytest.fixture
-def ours(kubectl: Path, tmp_path: Path) -> Objects:
+def ours(kubectl: Path, tmp_path) -> Objects:
     """The objects of the overlay for a cluster without kube-proxy, as an operator fills it in."""
     manifests = copy_of_manifests(tmp_path / "ours", f"https://{ENDPOINT}", PODS)
     return named(kustomize(kubectl, manifests / "overlays" / "kubeadm-new"))
@@ -149,7 +149,7 @@ def test_the_daemonset_has_the_metadata_and_settings_of_kubeadms(made: Objects, 
 
 
 @pytest.fixture
-def admin(kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path: Path) -> Iterator[Kubectl]:
+def admin(kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path) -> Iterator[Kubectl]:
     """kubectl as administrator; removes kbpf, kube-proxy and the node after the test."""
     made = Kubectl(kubectl, apiserver, tmp_path)
     yield made
@@ -174,7 +174,7 @@ def upgrade(
 
 
 @pytest.fixture
-def patches(kubectl: Path, tmp_path: Path) -> Path:
+def patches(kubectl: Path, tmp_path) -> Path:
     """The folder that the lines of docs/install.md make."""
     folder = tmp_path / "patches"
     block = PATCH_BLOCK.replace("/etc/kubernetes/patches", str(folder))
@@ -226,7 +226,7 @@ pinDir: /sys/fs/bpf/mine
 
 
 def test_with_the_patch_kubeadm_installs_kbpf(
-    kubeadm: Path, apiserver: ApiServer, admin: Kubectl, patches: Path, tmp_path: Path
+    kubeadm: Path, apiserver: ApiServer, admin: Kubectl, patches: Path, tmp_path
 ):
     """`kubeadm init`: in the place of kube-proxy at once, and after it was there."""
     program = Kubeadm(kubeadm, apiserver, tmp_path)
@@ -258,7 +258,7 @@ def test_kbpf_survives_kubeadm_upgrade_with_the_patch(
     apiserver: ApiServer,
     admin: Kubectl,
     patches: Path,
-    tmp_path: Path,
+    tmp_path,
     words: tuple[str, ...],
 ):
     """A cluster of the previous minor version is upgraded. The DaemonSet does not change, so no
@@ -304,8 +304,8 @@ def test_kbpf_survives_kubeadm_upgrade_with_the_patch(
 def test_kubeadm_upgrade_leaves_kbpf_alone_without_the_add_on(
     apiserver: ApiServer,
     admin: Kubectl,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    tmp_path,
+    request,
     version: str,
     command: str,
     disabled: bool,
@@ -337,7 +337,7 @@ def test_kubeadm_upgrade_leaves_kbpf_alone_without_the_add_on(
 
 
 def test_the_account_that_kubeadm_makes_has_the_rights_of_an_agent(
-    kubeadm: Path, kubectl: Path, apiserver: ApiServer, admin: Kubectl, tmp_path: Path
+    kubeadm: Path, kubectl: Path, apiserver: ApiServer, admin: Kubectl, tmp_path
 ):
     """So `kubeadm init --patches` needs no object of kbpf's own: system:node-proxier has all that
     the ClusterRole kbpf has.

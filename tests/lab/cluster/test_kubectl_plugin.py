@@ -42,7 +42,7 @@ class Operator:
 
 
 @pytest.fixture(scope="module")
-def operator(programs: None, kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+def operator(programs: None, kubectl: Path, tmp_path_factory) -> Iterator[Operator]:
     """A Service with a backend on the second node, and one without endpoints, at which a process
     of the first node has failed.
     """

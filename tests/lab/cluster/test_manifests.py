@@ -15,7 +15,7 @@ NAMES = sorted(f"overlays/{path.name}" for path in OVERLAYS.iterdir())
 
 
 @pytest.fixture
-def admin(apiserver: ApiServer, kubectl: Path, tmp_path: Path) -> Kubectl:
+def admin(apiserver: ApiServer, kubectl: Path, tmp_path) -> Kubectl:
     return Kubectl(kubectl, apiserver, tmp_path)
 
 

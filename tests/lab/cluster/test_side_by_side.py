@@ -94,7 +94,7 @@ def test_a_trial_serves_on_the_labelled_node(trial: Trial):
 SECOND = "kbpf run --hostname-override=node-1 --healthz-bind-address= --metrics-bind-address=; test $? = 1"
 
 
-def test_the_documented_steps_from_trial_to_drop_in(trial: Trial, kubectl: Path, kubeadm: Path, tmp_path: Path):
+def test_the_documented_steps_from_trial_to_drop_in(trial: Trial, kubectl: Path, kubeadm: Path, tmp_path):
     """migration.md command by command, with two agents on a node in between: the drop-in adopts."""
     there, back = docs.section("docs/migration.md", "## From the trial to the drop-in")
     shell = Shell(trial, tmp_path, kubectl)

@@ -149,7 +149,7 @@ def kube_proxy_among_others(ground: Ground, mode: str, patch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("mode", KINDS)
-def test_cleanup_removes_all_of_kube_proxy_and_nothing_else(ground: Ground, mode: str, monkeypatch: pytest.MonkeyPatch):
+def test_cleanup_removes_all_of_kube_proxy_and_nothing_else(ground: Ground, mode: str, monkeypatch):
     with kube_proxy_among_others(ground, mode, monkeypatch) as before:
         refused = ground.cleanup()
         assert refused.returncode == 1
@@ -168,7 +168,7 @@ def test_cleanup_removes_all_of_kube_proxy_and_nothing_else(ground: Ground, mode
     assert ground.rules(kind) == before
 
 
-def test_kube_proxys_own_cleanup_removes_its_legacy_rules(ground: Ground, monkeypatch: pytest.MonkeyPatch):
+def test_kube_proxys_own_cleanup_removes_its_legacy_rules(ground: Ground, monkeypatch):
     """docs/operate.md: for nodes on which our image lacks the programs of iptables-legacy."""
     with kube_proxy_among_others(ground, "iptables-legacy", monkeypatch) as before:
         pass

@@ -49,7 +49,7 @@ Make = Callable[[str], Machine]
 
 
 @pytest.fixture(scope="module")
-def make(previous_kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def make(previous_kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path_factory) -> Make:
     access = apiserver.kubeconfig(tmp_path_factory.mktemp("admin") / "admin", "admin")
 
     def made(address: str) -> Machine:
@@ -64,7 +64,7 @@ def make(previous_kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path_f
 
 
 @pytest.fixture(scope="module")
-def admin(apiserver: ApiServer, kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubectl]:
+def admin(apiserver: ApiServer, kubectl: Path, tmp_path_factory) -> Iterator[Kubectl]:
     """kubectl as administrator; removes what the scripts have made after the test, except flannel's
     Namespace: no controller would finalize it.
     """
@@ -157,36 +157,6 @@ def containerd_gets_the_image_of_the_manifests(machine: Machine, kubectl: Path) 
     assert load == f"ctr --namespace k8s.io images import {archive}"
 
 
-@pytest.mark.parametrize(
-    ("call", "what"),
-    [
-        ("modprobe", "swap, modules, sysctls"),
-        ("apt-get install -y -qq --no", "Debian's packages"),
-        ("containerd config", "containerd's configuration"),
-        ("curl", "Kubernetes v1.36"),
-        ("apt-get install -y -qq kubelet", "Kubernetes v1.36"),
-        ("ctr", "kbpf's image"),
-    ],
-)
-def test_a_failed_preparation_names_the_call_and_can_be_repeated(make: Make, call: str, what: str):
-    """The script stops at the failed call with one line that names it; run again, it completes."""
-    machine = make(WORKER)
-    assert fails(machine, "node.sh", call) == f"node.sh: failed at: {what}"
-    assert machine.said[-1].startswith(call)
-    succeeds(machine, "node.sh")
-    assert names(machine)[-3:] == IMAGE
-    assert machine.file("/etc/containerd/config.toml").read_text() != CONTAINERD
-    assert machine.file("/etc/apt/keyrings/kubernetes.gpg").read_text() == "key"
-
-
-def test_a_containerd_without_the_cgroup_setting_is_refused(make: Make):
-    """Such a containerd would run pods in other cgroups than kubelet expects."""
-    machine = make(WORKER)
-    machine.put("containerd.toml", "version = 9\n")
-    assert fails(machine, "node.sh", "nothing") == "node.sh: failed at: containerd's configuration"
-    assert not machine.file("/etc/containerd/config.toml").exists()
-
-
 # ---- the control plane ------------------------------------------------------------------
 
 
@@ -266,24 +236,6 @@ def applied(admin: Kubectl) -> list[Object]:
         *admin.objects("-n", "kube-system", "get", "ds/kube-proxy"),
         *admin.objects("-n", "kube-flannel", "get", "ds/kube-flannel-ds"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("fail", "what", "again"),
-    [
-        ("after kubeadm init", "kubeadm init", ["kubeadm reset", "kubeadm version", "kubeadm init"]),
-        ("kubectl apply", "kbpf", []),
-        ("curl", "flannel v0.28.9", []),
-    ],
-)
-def test_a_failed_control_plane_can_be_made_again(make: Make, admin: Kubectl, fail: str, what: str, again: list[str]):
-    """The script really resets: kubeadm refuses to start over an existing API server manifest."""
-    machine = make(CONTROL_PLANE)
-    assert fails(machine, "control-plane.sh", fail) == f"control-plane.sh: failed at: {what}"
-    succeeds(machine, "control-plane.sh")
-    assert [name for name in names(machine) if name.startswith("kubeadm")] == again
-    assert names(machine)[-1] == "kubectl -n"
-    assert len(applied(admin)) == 2
 
 
 # ---- workers ----------------------------------------------------------------------------

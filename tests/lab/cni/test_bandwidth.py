@@ -71,7 +71,7 @@ def serve(cluster: CniCluster, number: int) -> None:
 
 
 @pytest.fixture(scope="module", params=["tcx", "clsact", "clsact-stack"])
-def cluster(request: pytest.FixtureRequest, cni_programs: None) -> Iterator[CniCluster]:
+def cluster(request, cni_programs: None) -> Iterator[CniCluster]:
     method, _, forwarding = request.param.partition("-")
     made = CniCluster(Limited(), "--forwarding", forwarding or "auto")
     if method == "clsact":

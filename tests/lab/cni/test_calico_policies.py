@@ -20,7 +20,7 @@ KINDS = [*((name, "kbpf") for name in CALICO), (next(iter(CALICO)), "nftables")]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=" ".join)
-def cluster(request: pytest.FixtureRequest, cni_programs: None, kube_proxy: Path) -> Iterator[CniCluster]:
+def cluster(request, cni_programs: None, kube_proxy: Path) -> Iterator[CniCluster]:
     name, proxy = request.param
     cni = CALICO[name]
     with CniCluster(cni, proxy=proxy) as made:

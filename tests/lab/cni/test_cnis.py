@@ -50,7 +50,7 @@ crossed = pytest.mark.parametrize(("protocol", "v6"), [("tcp", False), ("udp", F
 
 
 @pytest.fixture(scope="module", params=IPIP_KINDS if IN_GUEST else KINDS, ids=" ".join)
-def cluster(request: pytest.FixtureRequest, cni_programs: None) -> Iterator[CniCluster]:
+def cluster(request, cni_programs: None) -> Iterator[CniCluster]:
     name, *arguments = request.param
     with CniCluster((CNIS | CALICO | IPIP)[name], *arguments) as made:
         create_services(made)

@@ -3,7 +3,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +31,7 @@ def configuration(**more: str) -> Conf:
     return {"cniVersion": "0.4.0", "name": "net", "plugins": [plugin]}
 
 
-def test_check_names_what_keeps_a_pod_from_starting(sandbox: Sandbox, tmp_path: Path):
+def test_check_names_what_keeps_a_pod_from_starting(sandbox: Sandbox, tmp_path):
     """And with its advice the pod starts."""
     (tmp_path / "a-folder").mkdir()
     file = tmp_path / "10-net.conflist"
@@ -48,5 +47,5 @@ def test_check_names_what_keeps_a_pod_from_starting(sandbox: Sandbox, tmp_path: 
     assert not [*neighbours.mark_chain_rows(tmp_path)]
 
 
-def test_a_node_without_a_cni_has_no_row(tmp_path: Path):
+def test_a_node_without_a_cni_has_no_row(tmp_path):
     assert not [*neighbours.mark_chain_rows(tmp_path / "absent")]

@@ -65,9 +65,7 @@ spec:
 
 
 @pytest.fixture(scope="module", params=["kbpf", "nftables"])
-def cluster(
-    request: pytest.FixtureRequest, cni_programs: None, kube_router: Path, kube_proxy: Path
-) -> Iterator[CniCluster]:
+def cluster(request, cni_programs: None, kube_router: Path, kube_proxy: Path) -> Iterator[CniCluster]:
     with CniCluster(CNIS["kube-router"], proxy=request.param) as made:
         account = {"name": "default", "namespace": "default"}
         made.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account})

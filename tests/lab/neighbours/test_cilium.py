@@ -119,7 +119,7 @@ CLSACT_AGENT = "tests.support.runtime.clsact_agent"
     params=CASES,
     ids=lambda case: f"{case.method} {'before' if case.is_first else 'behind'} kbpf, {case.forwarding}",
 )
-def field(request: pytest.FixtureRequest) -> Iterator[CiliumField]:
+def field(request) -> Iterator[CiliumField]:
     case: Case = request.param
     if case.method is AttachMethod.TCX and lacking("tcx"):
         pytest.skip("this kernel has no TCX")
@@ -161,7 +161,7 @@ def test_dial(field: CiliumField, row: Dial):
     check(field, row)
 
 
-def test_nothing_is_wrong(field: CiliumField, capsys: pytest.CaptureFixture[str]):
+def test_nothing_is_wrong(field: CiliumField, capsys):
     # A filter that had to be moved was a problem until then.
     until("Cilium's programs are no problem", lambda: "cil_" not in str((field.agent.status() or {})["problems"]))
     until(
@@ -179,14 +179,14 @@ def test_cilium_sees_replies_at_the_uplink_as_the_client_does(field: CiliumField
     assert not any(address.startswith("10.244.") for address, _ in senders)
 
 
-def test_a_restart_of_cilium_disturbs_nothing(field: CiliumField, capsys: pytest.CaptureFixture[str]):
+def test_a_restart_of_cilium_disturbs_nothing(field: CiliumField, capsys):
     field.start_cilium()
     for row in ROWS:
         check(field, row)
     assert check_attached(field, capsys) == (0, [])
 
 
-def test_without_cilium_everything_works(field: CiliumField, capsys: pytest.CaptureFixture[str]):
+def test_without_cilium_everything_works(field: CiliumField, capsys):
     field.remove_cilium()
     for row in ROWS:
         check(field, row)

@@ -95,7 +95,7 @@ class Queries:
 
 
 @pytest.fixture(scope="module", params=["ipvs"] if PACKETS else ["on", "off"])
-def socket_lb(request: pytest.FixtureRequest) -> str:
+def socket_lb(request) -> str:
     """Whether connections are translated at the socket or by the packet path, or by IPVS."""
     return str(request.param)
 
@@ -122,7 +122,7 @@ def server(field: Field) -> Iterator[None]:
 
 
 @pytest.fixture
-def cache(field: Field, request: pytest.FixtureRequest) -> Iterator[NodeCache]:
+def cache(field: Field, request) -> Iterator[NodeCache]:
     """The cache, which listens at the ClusterIP, or at the test's parameter."""
     made = NodeCache(field.lab.nodes[0], getattr(request, "param", DNS), UPSTREAM)
     try:

@@ -85,7 +85,7 @@ KINDS = {
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def field(request: pytest.FixtureRequest, br_netfilter: None) -> Iterator[BridgeField]:
+def field(request, br_netfilter: None) -> Iterator[BridgeField]:
     with BridgeField(*KINDS[request.param]) as made:
         made.create(*objects(made))
         made.settle()

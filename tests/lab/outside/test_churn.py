@@ -26,7 +26,7 @@ def clients(field: Field) -> None:
 
 
 @pytest.fixture(scope="module", params=WITH_CONNTRACK[::2])
-def field(request: pytest.FixtureRequest) -> Iterator[Field]:
+def field(request) -> Iterator[Field]:
     """A backend that closes first keeps the client's port in TIME_WAIT for a minute. It may answer
     the next SYN from that port with an ACK of the old connection, which costs a second. A larger
     port range makes such reuse rare; conntrack takes the ports above it.

@@ -62,7 +62,7 @@ from tests.support.packets.wire import Wire
 
 
 @pytest.fixture(scope="module", params=[how for how in WITH_CONNTRACK if how != "direct"])
-def field(request: pytest.FixtureRequest) -> Iterator[Field]:
+def field(request) -> Iterator[Field]:
     with Field(*forward(request.param), name="nf") as made:
         made.create(*objects(made))
         made.settle()
@@ -118,29 +118,6 @@ def test_other_packets_do_not_pass_a_closed_forward(field: Field, protocol: str,
         check(field, replace(row, outcome=DROPPED))
 
 
-def test_an_open_forward_has_no_rule_of_ours(field: Field, closed: Node):
-    for tool in POLICY:
-        tables(closed, tool, "-P FORWARD ACCEPT")
-    for tool in POLICY:
-        until(f"no rule of ours in {tool}", lambda tool=tool: ours(closed, tool) == [])
-
-
-FLUSHES: dict[str, Callable[[Node], object]] = {
-    "the chain": lambda node: [tables(node, tool, "-F FORWARD") for tool in POLICY],
-    "the ruleset": lambda node: [
-        on(node, "nft", "flush", "ruleset"),
-        *(tables(node, tool, "-P FORWARD DROP") for tool in POLICY),
-    ],
-    "our rule": lambda node: [tables(node, tool, "-D FORWARD 1") for tool in POLICY],
-}
-
-
-@pytest.mark.parametrize("what", FLUSHES)
-def test_a_removed_rule_is_written_again(field: Field, closed: Node, what: str):
-    FLUSHES[what](closed)
-    guarded(closed)
-
-
 @pytest.mark.parametrize(("how", "v6"), [("-I FORWARD", False), ("-A FORWARD", True)])
 def test_a_cni_rule_that_rejects_takes_precedence(field: Field, closed: Node, how: str, v6: bool):
     """The CNI's rule rejects traffic to one pod, whether it is inserted before ours or appended."""
@@ -155,15 +132,6 @@ def test_a_cni_rule_that_rejects_takes_precedence(field: Field, closed: Node, ho
         check(field, Dial("to the rejected pod", "outside", at(kind, number, v6), REFUSED, protocol))
         to = at(kind, number + 4, v6)
         check(field, Dial("to another pod", "outside", to, "a3", protocol, host))
-
-
-def test_our_rule_precedes_a_final_reject_in_an_open_chain(field: Field):
-    """As in Red Hat's iptables service: policy ACCEPT, and a last rule that rejects."""
-    node = field.lab.nodes[0]
-    tables(node, "iptables", "-A FORWARD -i lo -j ACCEPT\n-A FORWARD -j REJECT --reject-with icmp-host-prohibited")
-    until("our rule is before it", lambda: ours(node, "iptables") == [1])
-    for row in masqueraded("tcp", False):
-        check(field, row)
 
 
 def test_foreign_rules_are_left_unchanged(field: Field, closed: Node):
@@ -209,7 +177,7 @@ def test_without_the_packet_path_there_is_no_rule(field: Field, closed: Node):
 
 
 @pytest.fixture(params=RULES)
-def ruled(request: pytest.FixtureRequest, field: Field) -> Iterator[str]:
+def ruled(request, field: Field) -> Iterator[str]:
     """Installs these rules on both nodes; checks afterwards that no packet was dropped as
     invalid.
     """

@@ -70,7 +70,7 @@ NETS = [*(("stack", kind) for kind in WAYS), *(("direct", kind) for kind in ("ro
     params=NETS,
     ids="-".join,
 )
-def net(request: pytest.FixtureRequest) -> Iterator[PodNetwork]:
+def net(request) -> Iterator[PodNetwork]:
     how, kind = request.param
     with PodNetwork(kind, "--socket-lb", "off", *forward(how)) as made:
         if kind == "routed":

@@ -120,7 +120,7 @@ class TwoInterfaces(Field):
 
 
 @pytest.fixture(scope="module", params=FORWARDINGS)
-def field(request: pytest.FixtureRequest) -> Iterator[TwoInterfaces]:
+def field(request) -> Iterator[TwoInterfaces]:
     with TwoInterfaces(*forward(request.param)) as made:
         for number, who, policy in SERVICES:
             made.create(*made.all_of(f"{number} {number + 20}:UDP -> {who} external={policy}"))

@@ -127,7 +127,7 @@ def paused_agent(field: Beside) -> Iterator[None]:
         os.kill(field.agent.pid, signal.SIGCONT)
 
 
-def test_program_in_front_is_named_and_passed(field: Beside, capsys: pytest.CaptureFixture[str]):
+def test_program_in_front_is_named_and_passed(field: Beside, capsys):
     assert check_attached(field, capsys) == (0, [])
     with contextlib.ExitStack() as stack:
         program = stack.enter_context(returning("in_front", OK))

@@ -187,7 +187,7 @@ POD = {"kind": "Pod", "metadata": {"name": "cart", "namespace": "shop"}, "spec":
 
 
 @pytest.fixture
-def kubeconfig(field: Field, tmp_path: Path) -> Iterator[str]:
+def kubeconfig(field: Field, tmp_path) -> Iterator[str]:
     own = [
         *field.web(41, "a1 a2/unready b1/draining b2@zone-2", external_policy="Local"),
         *(node(n.name, n.ip, n.ip6, zone=f"zone-{n.number}") for n in field.lab.nodes),
@@ -250,7 +250,7 @@ def expect_endpoints(field: Field, to: str, *expected: tuple[str, bool, str]) ->
     return shown[0], shown[1]
 
 
-def test_an_api_server_that_does_not_answer_costs_only_the_endpoints(field: Field, kubeconfig: str, tmp_path: Path):
+def test_an_api_server_that_does_not_answer_costs_only_the_endpoints(field: Field, kubeconfig: str, tmp_path):
     path = tmp_path / "other"
     path.write_text(re.sub(r"(198[.]18[.]0[.]1):[0-9]+", r"\1:9", Path(kubeconfig).read_text()))
     code, (seen,), err = run(field, "host", "10.96.0.13:80", "--kubeconfig", str(path))

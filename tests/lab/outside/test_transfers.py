@@ -20,7 +20,7 @@ LOSSES = (Reason.NOT_REWRITTEN, Reason.NOT_TRACKED, Reason.NO_SNAT_PORT, Reason.
 
 
 @pytest.fixture(scope="module", params=FORWARDINGS)
-def field(request: pytest.FixtureRequest) -> Iterator[Field]:
+def field(request) -> Iterator[Field]:
     with Field(*forward(request.param), name="tr", pods=(1, 1), agents=1) as made:
         for name in ("a1", "b1"):
             made[name].ask("serve_bulk", ports=[BULK])
@@ -63,7 +63,7 @@ DEVICES += [(9000, "GSO"), (9000, "neither, but GRO")]
 
 
 @pytest.fixture(scope="class")
-def devices(request: pytest.FixtureRequest, field: Field) -> Iterator[None]:
+def devices(request, field: Field) -> Iterator[None]:
     """Gives all veth pairs this MTU and these offloads. The scope is narrower than the field's, so
     that one field is used for all of them.
     """

@@ -37,7 +37,7 @@ pod a2 (20).
 
 
 @pytest.fixture(scope="module", params=[OFF, ON])
-def field(request: pytest.FixtureRequest) -> Iterator[Field]:
+def field(request) -> Iterator[Field]:
     with Field("--socket-lb", request.param, name="hs", pods=(2, 1)) as made:
         made.create(*made.all_of(SERVICES))
         made.settle()

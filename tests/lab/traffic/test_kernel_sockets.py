@@ -64,7 +64,7 @@ class OneAgent(Field):
 
 
 @pytest.fixture(scope="module", params=["routed", pytest.param("ipip", marks=needs("tunnels"))])
-def field(request: pytest.FixtureRequest) -> Iterator[Field]:
+def field(request) -> Iterator[Field]:
     is_tunnelled = request.param == "ipip"
     with OneAgent("--cgroup", str(cgroup2()), is_tunnelled=is_tunnelled) as made:
         ip(*(f"route del unreachable {net}" for net in UNROUTED), netns=made.lab.nodes[0].netns)
@@ -84,7 +84,7 @@ def field(request: pytest.FixtureRequest) -> Iterator[Field]:
 
 
 @pytest.fixture
-def share(tmp_path: Path) -> Iterator[Path]:
+def share(tmp_path) -> Iterator[Path]:
     """A file system that the kernel can export."""
     folder = tmp_path / "share"
     folder.mkdir()
@@ -152,7 +152,7 @@ def expected_peer(clusterip: str, pod: Place) -> str:
     return pod.ip if keeps_addresses(os.uname().release) else clusterip
 
 
-def test_mount_of_a_cluster_ip_follows_its_pod(field: Field, share: Path, tmp_path: Path):
+def test_mount_of_a_cluster_ip_follows_its_pod(field: Field, share: Path, tmp_path):
     host = field["host-1"]
     first = NfsPod(field, "a1", share)
     with mounted(host, tmp_path / "mnt") as folder:

@@ -115,7 +115,7 @@ def pods() -> Iterator[Pods]:
 
 
 @pytest.fixture(scope="module", params=MODES, ids=lambda mode: mode.name)
-def mode(request: pytest.FixtureRequest, pods: Pods) -> Mode:
+def mode(request, pods: Pods) -> Mode:
     mode: Mode = request.param
     detects = () if mode.name == "none" else ("--detect-local-mode", mode.name, *mode.arguments.split())
     pods.agent.stop()

@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -18,7 +17,7 @@ from kbpf.kernel.system import netns
 from tests.support.features import IPPROTO_SCTP, needs
 from tests.support.lab.field import NODES4, NODES6, Field, at, both_families, may_see, split
 from tests.support.lab.lab import PATIENCE, Place
-from tests.support.table import table
+from tests.support.table import each_line
 
 pytestmark = needs("sctp")
 
@@ -76,39 +75,29 @@ def field() -> Iterator[Field]:
         yield made
 
 
-class Row(NamedTuple):
-    """A client, the Service that it dials by this kind of address, the backend that answers, and whether that sees the
-    node's address instead of the client's.
-    """
-
-    client: str
-    kind: str
-    number: int
-    backend: str
-    is_masqueraded: bool
-
-
-ROWS = table(
-    Row,
+@both_families
+@each_line(
+    "who, kind, number, answers, is_masqueraded",
     """
 outside | NodePort  | 71 | a1 | yes
 outside | VIP       | 72 | b1 | yes
 outside | NodePort  | 73 | a1 | no
 a2!     | ClusterIP | 72 | b1 | no
 """,
+    number=int,
+    is_masqueraded=bool,
 )
-
-
-@both_families
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.client} {row.kind} {row.number}")
-def test_an_sctp_association_transfers_data(field: Field, row: Row, v6: bool):
-    place, (host, port) = field[row.client], split(at(row.kind, row.number, v6))
+def test_an_sctp_association_transfers_data(field: Field, who, kind, number, answers, is_masqueraded, v6: bool):
+    """A client, the Service that it dials by this kind of address, the backend that answers, and whether that sees the
+    node's address instead of the client's.
+    """
+    place, (host, port) = field[who], split(at(kind, number, v6))
     own = place.ip6 if v6 else place.ip
     with endpoint(place, own) as client:
         client.connect((host, port))
         backend, seen = client.recv(4096).decode().split()
-        assert backend == row.backend
-        assert seen in may_see(field, (NODES6 if v6 else NODES4)[0] if row.is_masqueraded else own)
+        assert backend == answers
+        assert seen in may_see(field, (NODES6 if v6 else NODES4)[0] if is_masqueraded else own)
         assert client.getpeername()[:2] == (host, port)
         client.sendall(MESSAGE)
         back = b""

@@ -147,7 +147,7 @@ def check_kept(field: Field, kept: list[tuple[str, str, str]], before: str, mode
         pod.ask("drop", keep=name)
 
 
-def test_switching_between_all_modes_on_a_live_node(field: Field, capsys: pytest.CaptureFixture[str]):
+def test_switching_between_all_modes_on_a_live_node(field: Field, capsys):
     run_hooked(field)
     before, pod, host = ON, field["a2"], field["host-1"]
     for mode in TURNS:

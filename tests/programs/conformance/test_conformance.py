@@ -186,7 +186,7 @@ Bench = BpfBench | IpvsBench
 
 
 @pytest.fixture(params=["bpf", "fake-ipvs", pytest.param("ipvs", marks=needs("ipvs"))])
-def bench(request: pytest.FixtureRequest) -> Bench:
+def bench(request) -> Bench:
     if request.param == "bpf":
         return BpfBench(request.getfixturevalue("site"))
     name = "fake_node" if request.param == "fake-ipvs" else "real_node"

@@ -37,7 +37,7 @@ from kbpf.model.objects import Cidr, Protocol
 from tests.support.features import needs
 from tests.support.lab.lab import Lab, Place, ip, run, until
 from tests.support.plane import desired, service, services
-from tests.support.table import table
+from tests.support.table import each_cells, table
 
 T = TypeVar("T")
 UDP = Protocol.UDP
@@ -124,7 +124,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(tmp_path_factory) -> Iterator[Bench]:
     with Lab(nodes=1, name="iv", apart=True) as lab:
         made = Bench(lab, tmp_path_factory.mktemp("state"))
         try:
@@ -320,31 +320,22 @@ def test_every_scheduler_works(applied: Bench):
     bench.start()
 
 
-class Drain(NamedTuple):
-    """A client and a frontend; with external policy Local (`local`) it is a short circuit."""
-
-    name: str
-    client: str
-    host: str
-    port: int
-    local: bool = True
-
-
-DRAINS = table(
-    Drain,
+@each_cells(
+    "client, host, port, local",
     """
 ClusterIP, outside                | outside | 10.96.0.1      | 70 | no
 short circuit, NodePort, host     | host    | 198.18.0.1     | 30070
 short circuit, NodePort, v6, host | host    | fd00:198:18::1 | 30070
 short circuit, LoadBalancer, pod  | b       | 192.0.2.1      | 70
 """,
+    port=int,
+    local=lambda cell: cell != "no",
 )
-
-
-@pytest.mark.parametrize("row", DRAINS, ids=lambda row: row.name)
-def test_connection_outlives_its_drained_backend(applied: Bench, row: Drain):
-    """A connection outlives its backend's removal from the set; new ones go elsewhere."""
-    bench, place, v6 = applied, applied.places[row.client], ":" in row.host
+def test_connection_outlives_its_drained_backend(applied: Bench, client, host, port, local):
+    """A client and a frontend; with external policy Local (`local`) it is a short circuit. A connection outlives its
+    backend's removal from the set; new ones go elsewhere.
+    """
+    bench, place, v6 = applied, applied.places[client], ":" in host
     frontends = f"[{VIP6}]:70 NodePort=[::]:30070" if v6 else f"{VIP4}:70 NodePort=0.0.0.0:30070 LoadBalancer={LB4}:70"
     both = a_and_b(bench, 8080, v6)
     a, b = both.split()
@@ -353,16 +344,16 @@ def test_connection_outlives_its_drained_backend(applied: Bench, row: Drain):
         bench.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
 
     def apply(to: str) -> None:
-        state = service("drain", frontends, to, external_local=row.local)
+        state = service("drain", frontends, to, external_local=local)
         bench.apply(state, local_networks=(PODS4, PODS6))
 
     def weights() -> dict[str, int]:
         found = bench.kernel()
-        (at,) = (at for at in found if (at.startswith("mark") if row.local else at == f"{VIP4}:70/6"))
+        (at,) = (at for at in found if (at.startswith("mark") if local else at == f"{VIP4}:70/6"))
         return found[at]
 
     def dial(**more: Any) -> dict[str, Any]:
-        return place.tcp(row.host, row.port, **more)
+        return place.tcp(host, port, **more)
 
     def all_talk() -> None:
         said = [place.ask("talk", keep=f"k{i}").get("name") for i in range(4)]

@@ -78,16 +78,6 @@ def test_refused_address_does_not_stop_other_services(node: Node):
     assert node.addresses() == {"10.96.0.1", "10.96.0.2"}
 
 
-def test_refused_address_later_on_the_node_is_served(node: Node, monkeypatch: pytest.MonkeyPatch):
-    no = KernelError("no", errno=errno.ENOMEM)
-    with monkeypatch.context() as patch:
-        patch.setattr(dummy, "add_addresses", lambda _, wanted: dict.fromkeys(wanted, no))
-        assert refused(node, OTHER).keys() == {"other"}
-    node.run("ip addr add 10.96.0.2/32 dev lo")
-    assert refused(node, OTHER) == {}
-    assert (node.addresses(), set(node.ipvs.shown())) == (set(), {"10.96.0.2:80/6"})
-
-
 def test_node_with_ipv6_disabled_serves_ipv4(node: Node):
     v6 = service("web6", "[fd00:96::1]:80", "[fd00:244::2]:80")
     node.run("sysctl -q -w net.ipv6.conf.all.disable_ipv6=1")
@@ -266,7 +256,7 @@ def test_state_of_an_earlier_agent_is_updated_once_known(fake_node: Node):
 # ---- state that others destroy -------------------------------------------------------------------
 
 
-def test_failed_repair_is_retried(node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_failed_repair_is_retried(node: Node, monkeypatch):
     node.apply(WEB)
     node.tick()
     before = elements(node, *SetName)
@@ -404,7 +394,7 @@ def after_each_stop(
     assert number > 2
 
 
-def test_next_agent_repairs_a_kill_between_any_two_calls(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_next_agent_repairs_a_kill_between_any_two_calls(fake_node: Node, monkeypatch):
     """Whatever state the next agent finds, and whatever is desired by then, it ends in the state
     that a first agent would program.
     """
@@ -474,9 +464,7 @@ WAYS = [
     [*((way, False) for way in WAYS), (WAYS[2], True), (WAYS[4], True)],
     ids=lambda one: getattr(one, "name", "repaired before" if one else "applied again"),
 )
-def test_apply_after_a_failed_apply_is_complete(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch, way: Change, ticks: bool
-):
+def test_apply_after_a_failed_apply_is_complete(fake_node: Node, monkeypatch, way: Change, ticks: bool):
     """Whichever call fails: neighbours of changed Services are not forgotten, and everything can be
     deleted afterwards.
     """
@@ -510,7 +498,7 @@ def test_apply_after_a_failed_apply_is_complete(
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["it fails", "the agent is killed"])
-def test_stopped_removal_of_a_short_circuit_is_completed(fake_node: Node, monkeypatch: pytest.MonkeyPatch, ends: bool):
+def test_stopped_removal_of_a_short_circuit_is_completed(fake_node: Node, monkeypatch, ends: bool):
     """Whichever call the agent is killed at, or the kernel refuses, in the tick after a change to policy Cluster."""
     node = fake_node
     node.run(f"ip addr add {OWN}/32 dev lo")

@@ -9,8 +9,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from errno import ENOENT, EROFS
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -27,7 +26,7 @@ from kbpf.kernel.system import modules, sandbox, sysctl
 from kbpf.model.config import IPVS_DEVICE, IpvsTimeoutSettings
 from tests.programs.ipvs.test_ipvs_plane import VIP, WEB, listed, run_cleanup
 from tests.support.faults.fake_ipvs import Node
-from tests.support.table import table
+from tests.support.table import each_line
 
 # ---- settings ------------------------------------------------------------------------------------
 
@@ -49,9 +48,7 @@ ARP = {"net.ipv4.conf.all.arp_ignore": "1", "net.ipv4.conf.all.arp_announce": "2
 
 
 @pytest.mark.parametrize(("strict", "wanted"), [(False, VS), (True, VS | ARP)])
-def test_sysctls_are_set_where_they_differ(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch, strict: bool, wanted: dict[str, str]
-):
+def test_sysctls_are_set_where_they_differ(fake_node: Node, monkeypatch, strict: bool, wanted: dict[str, str]):
     """This kernel has no net.ipv4.vs. Settings that are already right are not written."""
     there = dict.fromkeys(VS | ARP, "0") | {"net.ipv4.vs.conntrack": "1"}
     written: dict[str, str] = {}
@@ -63,7 +60,7 @@ def test_sysctls_are_set_where_they_differ(
     assert fake_node.plane.status().problems == ()
 
 
-def test_read_only_sysctls_are_reported_once_and_do_not_stop_serving(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_read_only_sysctls_are_reported_once_and_do_not_stop_serving(fake_node: Node, monkeypatch):
     """In a container /proc/sys may be read-only."""
 
     def write(name: str, value: str) -> None:
@@ -101,7 +98,7 @@ WALLS = {
 
 @pytest.mark.parametrize(("table", "lines"), WALLS.values(), ids=WALLS)
 def test_closed_firewall_chains_are_reported_when_they_change(
-    fake_node: Node, caplog: pytest.LogCaptureFixture, table: str, lines: tuple[str, ...]
+    fake_node: Node, caplog, table: str, lines: tuple[str, ...]
 ):
     """Each is logged once, until it is removed and added again; the status has the current ones."""
     node, logged = fake_node, lambda: firewall_lines(caplog.messages)
@@ -133,7 +130,7 @@ def beginnings(lines: list[str], wanted: tuple[str, ...]) -> bool:
     return len(lines) == len(wanted) and all(map(str.startswith, lines, wanted))
 
 
-def test_iptables_legacy_filter_table_is_reported(fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_iptables_legacy_filter_table_is_reported(fake_node: Node, tmp_path, monkeypatch):
     (tmp_path / "names").write_text("filter\n")
     monkeypatch.setitem(iptables_legacy.FAMILIES, "ip", (tmp_path / "names", ""))
     fake_node.start()
@@ -142,7 +139,7 @@ def test_iptables_legacy_filter_table_is_reported(fake_node: Node, tmp_path: Pat
     assert "if its INPUT drops" in inputs
 
 
-def test_ignored_settings_are_logged_once(fake_node: Node, caplog: pytest.LogCaptureFixture):
+def test_ignored_settings_are_logged_once(fake_node: Node, caplog):
     caplog.set_level("INFO")
     fake_node.start(replace(fake_node.config, ignored_in_ipvs=("--forwarding", "--accounting")))
     fake_node.apply(WEB)
@@ -179,18 +176,8 @@ def test_check_reports_a_closed_input_chain(node: Node, table: str, closed: str)
     assert bool(row.advice) is bool(closed)
 
 
-class Tried(NamedTuple):
-    """A row of `kbpf check` on a node that `lacks` something, or has a module `loaded`."""
-
-    row: str
-    result: str
-    detail: str
-    lacks: str = ""
-    loaded: str = "another"
-
-
-TRIED = table(
-    Tried,
+@each_line(
+    "row, result, detail, lacks, loaded",
     """
 IPVS              | yes     |
 IPVS scheduler rr | yes     | rr, wrr, mh, sh
@@ -202,29 +189,29 @@ IPVS scheduler rr | unknown | no modprobe to ask            | sandboxes
 dummy devices     | unknown | no modprobe to ask            | sandboxes
 IPVS scheduler rr | yes     | rr                            | sandboxes | ip_vs_rr
 """,
+    loaded=lambda cell: cell or "another",
 )
-
-
-@pytest.mark.parametrize("row", TRIED, ids=lambda row: f"{row.row} {row.lacks}".strip())
 def test_check_without_modprobe_tries_the_modules(
-    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Tried
+    fake_node: Node, tmp_path, monkeypatch, row, result, detail, lacks, loaded
 ):
-    """As in our own image, which has no modprobe: the kernel loads a module when it is used."""
+    """A row of `kbpf check` on a node that `lacks` something, or has a module `loaded`. As in our own image, which has
+    no modprobe: the kernel loads a module when it is used.
+    """
 
     def broken(*_: Any) -> Any:
         raise KernelError("cannot make a network namespace", errno=ENOENT)
 
     monkeypatch.setattr(modules, "find_modprobe", lambda: None)
     monkeypatch.setattr(modules, "SYS_MODULE", tmp_path)
-    (tmp_path / row.loaded).mkdir()
-    fake_node.ipvs.refuse = lambda c: ENOENT if c.settings and c.settings[0] == row.lacks else 0
-    if row.lacks == "IPVS":
+    (tmp_path / loaded).mkdir()
+    fake_node.ipvs.refuse = lambda c: ENOENT if c.settings and c.settings[0] == lacks else 0
+    if lacks == "IPVS":
         monkeypatch.setattr(IpvsClient, "__init__", broken)
-    if row.lacks == "sandboxes":
+    if lacks == "sandboxes":
         monkeypatch.setattr(sandbox, "run", broken)
-    shown = check_row(fake_node, row.row)
-    assert (shown.result, row.detail in shown.detail) == (row.result, True)
-    assert bool(shown.advice) is (row.result == "no")
+    shown = check_row(fake_node, row)
+    assert (shown.result, detail in shown.detail) == (result, True)
+    assert bool(shown.advice) is (result == "no")
     assert (fake_node.ipvs.held, fake_node.links()) == ({}, set()), "tried in a sandbox"
 
 
@@ -237,7 +224,7 @@ NFCT = [
 
 @pytest.mark.parametrize(("name", "settings", "result"), NFCT, ids=[row[0] for row in NFCT])
 def test_ipvs_without_conntrack_refuses_to_start(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, str], result: str
+    fake_node: Node, monkeypatch, name: str, settings: dict[str, str], result: str
 ):
     """An agent must refuse to start there; a warning is not enough."""
 
@@ -257,7 +244,7 @@ def test_ipvs_without_conntrack_refuses_to_start(
         fake_node.start()
 
 
-def test_check_reports_missing_python3_nftables(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_check_reports_missing_python3_nftables(fake_node: Node, monkeypatch):
     monkeypatch.setattr(forward_rules, "probe_nf_tables", lambda: Probe(None, "python3-nftables is missing"))
     row = check_row(fake_node, "nf_tables")
     assert (row.result, row.advice.split(";")[0]) == ("no", "install python3-nftables")
@@ -273,7 +260,7 @@ BRIDGES = [
 
 @pytest.mark.parametrize(("bridge", "calls", "result", "detail"), BRIDGES)
 def test_check_reports_bridged_replies(
-    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bridge: str, calls: str, result: str, detail: str
+    fake_node: Node, tmp_path, monkeypatch, bridge: str, calls: str, result: str, detail: str
 ):
     setting = tmp_path / ipvs.BRIDGE_NF_CALL_IPTABLES.name
     (tmp_path / "net" / bridge).mkdir(parents=True)
@@ -373,9 +360,7 @@ def test_remains_are_found_and_removed_without_a_state_folder(node: Node, gone: 
 
 
 @pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "forced"])
-def test_cleanup_with_a_running_agent_removes_nothing(
-    node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str], force: tuple[str, ...]
-):
+def test_cleanup_with_a_running_agent_removes_nothing(node: Node, tmp_path, capsys, force: tuple[str, ...]):
     """The agent would restore everything within seconds, with its lock in a deleted folder."""
     node.apply(WEB)
     before = listed(node), node.ipvs.shown(), node.addresses()

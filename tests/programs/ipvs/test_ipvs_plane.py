@@ -81,7 +81,7 @@ KUBE_PROXY_SETS = {
 
 @pytest.mark.parametrize(("sets", "runs", "stay"), KUBE_PROXY_SETS.values(), ids=KUBE_PROXY_SETS)
 def test_cleanup_removes_node_ports_that_kube_proxy_does_not_have(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch, sets: dict[str, int], runs: bool, stay: set[str]
+    fake_node: Node, monkeypatch, sets: dict[str, int], runs: bool, stay: set[str]
 ):
     """kube-proxy's device still exists with its addresses. kube-proxy would never remove our
     NodePorts by itself, and later nothing would show that they are ours.
@@ -352,7 +352,7 @@ class RecordedCommands:
         return dict(words)
 
 
-def test_change_writes_only_what_changed_and_lists_nothing(node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_change_writes_only_what_changed_and_lists_nothing(node: Node, monkeypatch):
     """Whatever else is programmed: nothing is listed, neither for our own change, nor after it, nor
     when another table changes.
     """

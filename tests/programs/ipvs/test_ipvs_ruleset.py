@@ -25,7 +25,7 @@ from tests.support.lab.dial import SILENCE
 from tests.support.lab.lab import PATIENCE, Place, settled
 from tests.support.lab.namespace import Namespace
 from tests.support.packets.packets import sctp
-from tests.support.table import each_row, table
+from tests.support.table import each_cells, table
 
 STYLE = RulesetOptions("kbpf", 14)
 VIP, VIP6, OWN, OWN6 = "10.96.0.1", "fd00:96::1", "198.18.7.1", "fd00:7::1"
@@ -325,20 +325,11 @@ def test_packets_marked_by_mode_bpf_keep_their_source(bench: Bench):
         bench.there.ip(f"route del {ALIAS}")
 
 
-class Marked(NamedTuple):
-    """A client and a port, and the mark that IPVS must see; the ruleset's bit, and the devices of pods."""
-
-    name: str
-    client: str
-    port: int
-    mark: str
-    bit: int = 14
-    pods: str = ""
-
-
 SHORT = elements("SHORT_CIRCUITS 10.96.0.1 80 6b620001")
-MARKS = table(
-    Marked,
+
+
+@each_cells(
+    "client, port, mark, bit, pods",
     """
 short circuit, from the node        | node      | 80 | 0x6b620001
 short circuit, from outside         | neighbour | 80 | 0
@@ -350,21 +341,22 @@ masqueraded outside, from outside   | neighbour | 82 | 0x4000
 masqueraded outside, from the node  | node      | 82 | 0
 masqueraded outside, a pod's device | neighbour | 82 | 0          | 14 | eth0
 """,
+    port=int,
+    bit=lambda cell: int(cell or 14),
 )
-
-
-@each_row(MARKS)
-def test_mark_that_ipvs_sees(bench: Bench, row: Marked):
-    """Another table matches the marks where IPVS would see them: after our chains."""
-    bench.create_table(RulesetOptions("kbpf", row.bit, row.pods))
+def test_mark_that_ipvs_sees(bench: Bench, client, port, mark, bit, pods):
+    """A client and a port, and the mark that IPVS must see; the ruleset's bit, and the devices of pods. Another table
+    matches the marks where IPVS would see them: after our chains.
+    """
+    bench.create_table(RulesetOptions("kbpf", bit, pods))
     served = elements("SERVED 10.96.0.1 80\nSERVED 10.96.0.1 81\nSERVED 10.96.0.1 82")
     masqueraded = elements("MASQUERADED 10.96.0.1 81\nMASQUERADED_OUTSIDE 10.96.0.1 82")
     bench.set_elements(*IPS, *served, *SHORT, *masqueraded)
-    hook, priority = ("output", -98) if row.client == "node" else ("input", 98)
-    syn = f"ip daddr {VIP} tcp dport {row.port} tcp flags syn"
-    rules = f"{syn} meta mark {row.mark} counter; {syn} meta mark != {row.mark} counter"
+    hook, priority = ("output", -98) if client == "node" else ("input", 98)
+    syn = f"ip daddr {VIP} tcp dport {port} tcp flags syn"
+    rules = f"{syn} meta mark {mark} counter; {syn} meta mark != {mark} counter"
     with bench.another_table("inet see", f"type filter hook {hook} priority {priority}; {rules}"):
-        assert getattr(bench, row.client).tcp(VIP, row.port)["name"] == "node"
+        assert getattr(bench, client).tcp(VIP, port)["name"] == "node"
         counts = re.findall(r"counter packets (\d+)", bench.run("nft list table inet see"))
         assert counts == ["1", "0"]
     bench.create_table()

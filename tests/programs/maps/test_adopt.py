@@ -192,7 +192,7 @@ meta          | value | 4  | 00000080 | yes
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda row: f"{row.map} {row.part} {row.offset} {row.new}")
-def test_corrupt_entry_is_reported_and_rewritten(site: Site, damage: Damage, caplog: pytest.LogCaptureFixture):
+def test_corrupt_entry_is_reported_and_rewritten(site: Site, damage: Damage, caplog):
     """Everything else is served meanwhile, and `kbpf inspect` works."""
     plane = site.start(OLD)
     before = site.dump()
@@ -300,7 +300,7 @@ def programs_that_only_name_their_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     change_programs(monkeypatch, stub)
 
 
-def test_programs_of_another_build_replace_the_old_ones(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_programs_of_another_build_replace_the_old_ones(site: Site, monkeypatch):
     site.start(OLD)
     before, attached = site.dump(), links(site)
     another_build(monkeypatch)
@@ -314,7 +314,7 @@ def test_programs_of_another_build_replace_the_old_ones(site: Site, monkeypatch:
     assert [p.name for p in site.pins.glob("programs-*")] == ["programs-sock-another-all"]
 
 
-def test_refused_required_program_changes_nothing(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_refused_required_program_changes_nothing(site: Site, monkeypatch):
     site.start(OLD)
     before, attached, pins = site.dump(), links(site), sorted(site.pins.rglob("*"))
     another_build(monkeypatch, "connect6")
@@ -327,7 +327,7 @@ def test_refused_required_program_changes_nothing(site: Site, monkeypatch: pytes
     assert (site.dump(), links(site), sorted(site.pins.rglob("*"))) == (before, attached, pins)
 
 
-def test_refused_optional_program_is_left_out(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_refused_optional_program_is_left_out(site: Site, monkeypatch):
     another_build(monkeypatch, "getpeername4", "getpeername6")
     site.start(OLD)
     attached = links(site)
@@ -473,9 +473,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_kill_at_any_step_is_repaired_by_the_next_agent(
-    artifact_cache: Path, monkeypatch: pytest.MonkeyPatch, case: str
-):
+def test_kill_at_any_step_is_repaired_by_the_next_agent(artifact_cache: Path, monkeypatch, case: str):
     """At no step does a frontend have half a set, or a hook no program."""
     what, _, layout_of = case.partition(" ")
     programs_that_only_name_their_maps(monkeypatch)

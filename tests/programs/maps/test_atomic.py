@@ -106,7 +106,7 @@ def host(node: Node) -> Place:
 
 
 @pytest.fixture
-def bench(node: Node, host: Place, node_site: Site, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(node: Node, host: Place, node_site: Site, monkeypatch) -> Bench:
     """Maps start small, so that they grow during the test."""
     size_maps(monkeypatch, **START)
     return Bench(node, node_site, node_site.open())
@@ -318,7 +318,7 @@ def frontends_of(state: DesiredState) -> set[FrontendAddress]:
     return {frontend.at for each in state.services.values() for frontend in each.frontends}
 
 
-def test_frontends_are_found_after_each_write(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_frontends_are_found_after_each_write(site: Site, monkeypatch):
     """A ClusterIP in `cluster_ips` refuses all ports that have no frontend, so a new one may appear
     there only after its frontends. A frontend is only looked up if the bit of its port is set in
     `frontend_ports`.

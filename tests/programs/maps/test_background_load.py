@@ -82,7 +82,7 @@ class Start(Namespace):
 
 
 @pytest.fixture
-def start(artifact_cache: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(artifact_cache: Path, namespace: Namespace, monkeypatch) -> Iterator[Start]:
     size_maps(monkeypatch, services=8, service_names=8, backend_slots=16, backends=8, set_members=8)
     namespace.ip("link add here type veth peer name far")
     with sites(artifact_cache) as make:
@@ -181,7 +181,7 @@ def test_packet_path_is_loaded_first_if_hooks_cannot_serve(start: Start, lb: Soc
 
 @needs("conntrack_nat")
 @pytest.mark.parametrize("lb", [SocketLb.ON, SocketLb.OFF], ids=["in the background", "at once"])
-def test_auto_loads_the_other_programs_if_one_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch, lb: SocketLb):
+def test_auto_loads_the_other_programs_if_one_is_refused(start: Start, monkeypatch, lb: SocketLb):
     """A kernel that refuses conntrack's functions for programs gets kbpf's own table."""
 
     def refuse(packets: PacketPath, code: Bytecode, *arguments: Any) -> Program:

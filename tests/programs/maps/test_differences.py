@@ -8,7 +8,6 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -31,7 +30,7 @@ from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Cidr
 from tests.support.plane import Site, desired, flush, services, sites, split
-from tests.support.table import each_row, table
+from tests.support.table import each_cells
 
 WORLD = desired(
     *services(
@@ -72,20 +71,81 @@ def compare(site: Site, config: Config, state: DesiredState = WORLD) -> list[str
 # ---- damages -------------------------------------------------------------------------------------
 
 
-class Damage(NamedTuple):
-    """A map, the key of an entry, and the value that it gets (-: it is deleted), both in the words of read_part();
-    and the beginnings of the lines that must be found, % for a number.
-    """
-
-    name: str
-    map: str
-    key: str
-    value: str
-    found: str
+def target(text: str, protocol: str = "6") -> bytes:
+    return pack_target(*split(text), int(protocol))
 
 
-DAMAGES = table(
-    Damage,
+def value_of(site: Site, text: str) -> ServiceValue:
+    return ServiceValue.unpack(site.entries("services")[target(text)])
+
+
+def read_part(site: Site, words: str, key: bytes = b"") -> bytes:
+    """A key or a value. The maps say which ids the Service of a frontend and its sets have. `key`: of the value."""
+    kind, *given = words.split()
+    match kind:
+        case "number":
+            raw = b"".join(U32.pack(int(word)) for word in given)
+        case "address":
+            raw = parse_addr(*given)
+        case "at":
+            raw = target(*given)
+        case "name":
+            raw = SERVICE_NAME.pack(b"default", given[0].encode(), b"", int(given[1]), 4)
+        case "backend":
+            found = target(*given)
+            raw = next(held for held, value in site.entries("backends").items() if value == found)
+        case "range":
+            owner = int(given[0]) if given[0].isdigit() else value_of(site, given[0]).id
+            raw = pack_source_range(owner, Cidr.parse(given[1]))
+        case "with" | "without":
+            (word,) = U64.unpack(site.entries("frontend_ports")[key])
+            raw = U64.pack(word ^ 1 << int(given[0]) % 64)
+        case _:
+            raw = read_service_part(site, kind, value_of(site, given[0]), given[1:], key)
+    return raw
+
+
+def read_service_part(site: Site, kind: str, value: ServiceValue, given: list[str], key: bytes) -> bytes:
+    """The same for parts that a frontend's value leads to."""
+    match kind:
+        case "id":
+            return U32.pack(value.id)
+        case "like":
+            return value._replace(**{name: int(number) for name, _, number in (w.partition("=") for w in given)}).pack(
+                key
+            )
+        case "misread":
+            return value.pack(key)[:-1] + b"?"
+        case "member":
+            return U32.pack(value.cluster_set) + read_part(site, f"backend {given[0]}")
+    return U32_PAIR.pack(value.cluster_set if kind == "slot" else value.cluster_table, int(given[0]))
+
+
+def write(site: Site, name: str, key: bytes, value: bytes | None) -> None:
+    """Without a value the entry is deleted."""
+    with site.pinned(name) as map_:
+        if value is None:
+            assert map_.delete(key), "the damage must hit an entry"
+        else:
+            map_.update(key, value)
+
+
+@contextlib.contextmanager
+def restored(site: Site) -> Iterator[None]:
+    """Puts all entries back."""
+    names = contents.MAPS_READ
+    before = {name: site.entries(name) for name in names}
+    yield
+    for name in names:
+        with site.pinned(name) as map_:
+            for key in dict(map_.items()).keys() - before[name].keys():
+                map_.delete(key)
+            for key, value in before[name].items():
+                map_.update(key, value)
+
+
+@each_cells(
+    "map, key, value, found",
     """
 frontend removed | services | at 10.96.0.1:80 | - | missing services default/web TCP IPv4: ClusterIP 10.96.0.1:80/TCP /
 only frontend removed | services | at 10.96.0.2:80 | - | \
@@ -171,90 +231,17 @@ next ids out of range | meta | number 0 | number 2147483648 2147483648 214748364
     damaged meta; damaged meta; damaged meta
 """,
 )
-
-
-def target(text: str, protocol: str = "6") -> bytes:
-    return pack_target(*split(text), int(protocol))
-
-
-def value_of(site: Site, text: str) -> ServiceValue:
-    return ServiceValue.unpack(site.entries("services")[target(text)])
-
-
-def read_part(site: Site, words: str, key: bytes = b"") -> bytes:
-    """A key or a value. The maps say which ids the Service of a frontend and its sets have. `key`: of the value."""
-    kind, *given = words.split()
-    match kind:
-        case "number":
-            raw = b"".join(U32.pack(int(word)) for word in given)
-        case "address":
-            raw = parse_addr(*given)
-        case "at":
-            raw = target(*given)
-        case "name":
-            raw = SERVICE_NAME.pack(b"default", given[0].encode(), b"", int(given[1]), 4)
-        case "backend":
-            found = target(*given)
-            raw = next(held for held, value in site.entries("backends").items() if value == found)
-        case "range":
-            owner = int(given[0]) if given[0].isdigit() else value_of(site, given[0]).id
-            raw = pack_source_range(owner, Cidr.parse(given[1]))
-        case "with" | "without":
-            (word,) = U64.unpack(site.entries("frontend_ports")[key])
-            raw = U64.pack(word ^ 1 << int(given[0]) % 64)
-        case _:
-            raw = read_service_part(site, kind, value_of(site, given[0]), given[1:], key)
-    return raw
-
-
-def read_service_part(site: Site, kind: str, value: ServiceValue, given: list[str], key: bytes) -> bytes:
-    """The same for parts that a frontend's value leads to."""
-    match kind:
-        case "id":
-            return U32.pack(value.id)
-        case "like":
-            return value._replace(**{name: int(number) for name, _, number in (w.partition("=") for w in given)}).pack(
-                key
-            )
-        case "misread":
-            return value.pack(key)[:-1] + b"?"
-        case "member":
-            return U32.pack(value.cluster_set) + read_part(site, f"backend {given[0]}")
-    return U32_PAIR.pack(value.cluster_set if kind == "slot" else value.cluster_table, int(given[0]))
-
-
-def write(site: Site, name: str, key: bytes, value: bytes | None) -> None:
-    """Without a value the entry is deleted."""
-    with site.pinned(name) as map_:
-        if value is None:
-            assert map_.delete(key), "the damage must hit an entry"
-        else:
-            map_.update(key, value)
-
-
-@contextlib.contextmanager
-def restored(site: Site) -> Iterator[None]:
-    """Puts all entries back."""
-    names = contents.MAPS_READ
-    before = {name: site.entries(name) for name in names}
-    yield
-    for name in names:
-        with site.pinned(name) as map_:
-            for key in dict(map_.items()).keys() - before[name].keys():
-                map_.delete(key)
-            for key, value in before[name].items():
-                map_.update(key, value)
-
-
-@each_row(DAMAGES)
-def test_each_damage_is_named(world: tuple[Site, Config], row: Damage):
+def test_each_damage_is_named(world: tuple[Site, Config], map, key, value, found):
+    """A map, the key of an entry, and the value that it gets (-: it is deleted), both in the words of read_part(); and
+    the beginnings of the lines that must be found, % for a number.
+    """
     site, config = world
     assert compare(site, config) == []
     with restored(site):
-        key = read_part(site, row.key)
-        write(site, row.map, key, None if row.value == "-" else read_part(site, row.value, key))
+        key = read_part(site, key)
+        write(site, map, key, None if value == "-" else read_part(site, value, key))
         lines = compare(site, config)
-    wanted = [re.escape(line.strip()).replace("%", r"\d+") for line in row.found.split(";")]
+    wanted = [re.escape(line.strip()).replace("%", r"\d+") for line in found.split(";")]
     assert not [line for line in lines if not any(re.match(each, line) for each in wanted)]
     assert len(lines) == len(wanted), "\n".join(lines)
     assert all(any(re.match(each, line) for line in lines) for each in wanted), "\n".join(lines)

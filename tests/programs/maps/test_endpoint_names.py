@@ -7,7 +7,7 @@ It is written between other changes, so a test says when: name_all() runs what i
 import errno
 import time
 from dataclasses import replace as replace_fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -25,7 +25,7 @@ from kbpf.model.objects import Endpoint, EndpointSlice, SlicePort, pack_names
 from kbpf.policy.endpoints import merge_endpoints
 from tests.support.lab.lab import until
 from tests.support.plane import SIZES, Site, desired, flush, service, size_maps
-from tests.support.table import table
+from tests.support.table import each_cells
 
 MAP = endpoint_names.MAP_NAME
 PORT = 8080
@@ -125,16 +125,8 @@ OTHER_NAME = "default/web-1 node-b zone-b ready"
 A, B = "10.244.0.1:8080", "10.244.0.2:8080"
 
 
-class Change(NamedTuple):
-    """Slices after each step, and the names in the end: an endpoint, its Pod, node, zone and state."""
-
-    name: str
-    steps: str
-    names: str = ""
-
-
-CHANGES = table(
-    Change,
+@each_cells(
+    "steps, names",
     """
 one endpoint | ready=web-0 | A default/web-0 node-a zone-a ready
 one more | ready=web-0; ready=web-0 other=web-1 | \
@@ -160,13 +152,12 @@ the slice that counted is gone | draining=web-0 + ready=new-0; draining=web-0 | 
 no slice any more | ready=web-0;
 """,
 )
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
-def test_the_map_has_what_the_slices_say(site: Site, change: Change):
-    """However it got there: step by step, at once, and after a restart."""
-    steps = change.steps.split(";")
-    named_ends = (one.split(" ", 1) for one in change.names.split("; ") if one)
+def test_the_map_has_what_the_slices_say(site: Site, steps, names):
+    """Slices after each step, and the names in the end: an endpoint, its Pod, node, zone and state. However it got
+    there: step by step, at once, and after a restart.
+    """
+    steps = steps.split(";")
+    named_ends = (one.split(" ", 1) for one in names.split("; ") if one)
     expected = {{"A": A, "B": B}[end]: name for end, name in named_ends}
     plane = site.start(desired())
     for step in steps:
@@ -209,7 +200,7 @@ def test_address_of_another_node_is_not_a_pods(site: Site):
     assert read_names(site)["web"][B] == "default/agent-x node-b zone-b ready"
 
 
-def test_work_comes_in_pieces(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_work_comes_in_pieces(site: Site, monkeypatch):
     """A large Service is named after it is served, in several pieces, between which other changes are written."""
     monkeypatch.setattr(endpoint_names, "BATCH_ENTRIES", 10)
     many = slice_of(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), f"web-{i}") for i in range(100)))
@@ -250,7 +241,7 @@ def test_hostile_names_are_shortened_and_stay_apart(site: Site, name: str):
     assert entry.is_pod(pod) == ("\0" not in pod and pod != "\ud800")
 
 
-def test_names_without_room_are_left_out(site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_names_without_room_are_left_out(site: Site, monkeypatch, caplog):
     """All are served; when others have left, the names appear."""
     monkeypatch.setattr(endpoint_names, "RETRY_DELAY_S", 0.0)
     few = replace_fields(SIZES, backends=64)
@@ -279,9 +270,7 @@ def test_names_without_room_are_left_out(site: Site, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("call", ["put", "delete"])
-def test_error_costs_names_only(
-    site: Site, monkeypatch: pytest.MonkeyPatch, call: str, caplog: pytest.LogCaptureFixture
-):
+def test_error_costs_names_only(site: Site, monkeypatch, call: str, caplog):
     """Later the map is read again, and completed."""
     plane = named(site, desired(web(piece("ready=web-0"))))
     real = getattr(AgentMaps, call)
@@ -317,7 +306,7 @@ def test_restart_deletes_names_of_services_that_are_gone(site: Site, authoritati
     assert len(site.entries(MAP)) == (1 if authoritative else 2)
 
 
-def test_growth_for_names_makes_way_for_what_serves(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_growth_for_names_makes_way_for_what_serves(site: Site, monkeypatch):
     size_maps(monkeypatch, endpoint_names=8, services=32)
     many = slice_of(*((replace(READY, address=parse_addr(f"10.244.1.{i}")), "web-0") for i in range(1, 41)))
     plane = site.start(desired(web(many)))

@@ -47,7 +47,7 @@ small = pytest.mark.usefixtures("small_maps")
 
 
 @pytest.fixture
-def small_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_maps(monkeypatch) -> None:
     """Maps start small."""
     size_maps(monkeypatch, **START)
 
@@ -155,7 +155,7 @@ class Growing:
 
 
 @small
-def test_changes_are_programmed_while_maps_grow(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_changes_are_programmed_while_maps_grow(site: Site, monkeypatch):
     """Each tick copies a few entries. Services added, changed and deleted meanwhile are programmed
     at once, and are right in the maps of both sizes.
     """
@@ -207,7 +207,7 @@ def test_changes_are_programmed_while_maps_grow(site: Site, monkeypatch: pytest.
 
 
 @small
-def test_small_services_beyond_the_old_size_do_not_wait(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_small_services_beyond_the_old_size_do_not_wait(site: Site, monkeypatch):
     at = Growing(site, monkeypatch).begin()
     report = at.change(*many(40), at.big)
     assert (report.refused, set(report.deferred)) == ({}, {at.big.key.service})
@@ -216,7 +216,7 @@ def test_small_services_beyond_the_old_size_do_not_wait(site: Site, monkeypatch:
 
 @small
 @pytest.mark.parametrize("what", ["make_map", "_pin_temporarily", "_set_inner"])
-def test_failed_growth_refuses_only_what_does_not_fit(site: Site, monkeypatch: pytest.MonkeyPatch, what: str):
+def test_failed_growth_refuses_only_what_does_not_fit(site: Site, monkeypatch, what: str):
     """And is repeated after a delay."""
     attempts = 0
 
@@ -249,7 +249,7 @@ def test_failed_growth_refuses_only_what_does_not_fit(site: Site, monkeypatch: p
 
 @small
 @pytest.mark.parametrize("fails", ["the map", "its larger copy"])
-def test_failed_write_while_maps_grow_fails_the_growth(site: Site, monkeypatch: pytest.MonkeyPatch, fails: str):
+def test_failed_write_while_maps_grow_fails_the_growth(site: Site, monkeypatch, fails: str):
     """Part of the batch was written, so the map and its copy differ. The change fails only if the
     map itself could not be written.
     """
@@ -378,7 +378,7 @@ def test_old_sets_are_retired_early_to_make_room(site: Site, part: str):
 TWO = "10.0.0.1:80 10.0.0.2:80"
 
 
-def test_source_ranges_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_source_ranges_are_limited(site: Site, monkeypatch):
     size_maps(monkeypatch, source_ranges=3)
     vip, others = "LoadBalancer=192.0.2.1:80", "LoadBalancer=192.0.2.2:80"
     one = service("one", vip, "10.0.0.1:80", ranges="10.1.0.0/16 10.2.0.0/16")

@@ -119,7 +119,7 @@ class Rounds:
 
 
 @pytest.fixture(autouse=True)
-def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def stopped_clock(monkeypatch) -> None:
     """No time passes. What an agent does every few seconds is no part of the cost of a round, and
     costs more.
     """
@@ -128,7 +128,7 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def shortest_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def shortest_slices(monkeypatch) -> None:
     """A slice ends after one piece of work. Old sets are deleted at once; Services have no
     cooldown.
     """

@@ -52,7 +52,7 @@ def link_ids(site: Site) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", ["services", "backend_slots", "backends", "sock_peers", "meta", "counts", FORMER])
-def test_upgrade_keeps_what_is_served(site: Site, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_upgrade_keeps_what_is_served(site: Site, monkeypatch, name: str):
     site.start(desired(WEB))
     before, links, ids = site.dump(), link_ids(site), site.entries("service_names")
     peers = site.pinned("sock_peers").id
@@ -72,7 +72,7 @@ def test_upgrade_keeps_what_is_served(site: Site, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("killed", [False, True], ids=["", "killed after the maps were made"])
 @pytest.mark.parametrize("name", ["services", FORMER])
-def test_connections_are_served_during_an_upgrade(site: Site, monkeypatch: pytest.MonkeyPatch, name: str, killed: bool):
+def test_connections_are_served_during_an_upgrade(site: Site, monkeypatch, name: str, killed: bool):
     """The old version's maps are in use until the new version's first complete apply."""
     server = site.place("server").serve(8080, address="127.0.1.1")
     client = site.place("client")
@@ -93,7 +93,7 @@ def test_connections_are_served_during_an_upgrade(site: Site, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["", "before the old maps were removed"])
-def test_downgrade_keeps_what_is_served(site: Site, monkeypatch: pytest.MonkeyPatch, killed: bool):
+def test_downgrade_keeps_what_is_served(site: Site, monkeypatch, killed: bool):
     """The newer version has made shared maps larger meanwhile."""
     size_maps(monkeypatch, services=8, backend_slots=8)
     site.start(desired(WEB))
@@ -116,7 +116,7 @@ def test_downgrade_keeps_what_is_served(site: Site, monkeypatch: pytest.MonkeyPa
     assert site.use_pinned_maps(site.hook_programs().values())
 
 
-def test_failed_growth_replaces_the_map_of_neither_version(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_failed_growth_replaces_the_map_of_neither_version(site: Site, monkeypatch):
     def refuse(*_: object) -> None:
         raise KernelError("no memory", errno=errno.ENOMEM)
 

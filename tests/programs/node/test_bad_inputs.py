@@ -212,7 +212,7 @@ def mounted() -> list[tuple[str, str]]:
     return [(line.split()[1], line.split()[2]) for line in lines]
 
 
-def test_failed_start_without_ipvs_leaves_no_state(monkeypatch: pytest.MonkeyPatch, place: Place):
+def test_failed_start_without_ipvs_leaves_no_state(monkeypatch, place: Place):
     """Otherwise the next start of mode bpf would report remains of a mode ipvs that never
     served.
     """

@@ -74,7 +74,7 @@ class Tree:
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Tree:
+def tree(tmp_path) -> Tree:
     shutil.copytree(ROOT / "kbpf", tmp_path / "kbpf", ignore=shutil.ignore_patterns("__pycache__"))
     return Tree(tmp_path)
 
@@ -82,7 +82,7 @@ def tree(tmp_path: Path) -> Tree:
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-def test_the_same_sources_give_the_same_bytes(artifact_cache: Path, tmp_path: Path):
+def test_the_same_sources_give_the_same_bytes(artifact_cache: Path, tmp_path):
     assert compile.find_or_compile("sock", artifact_cache) == (compile.compile_unit("sock", tmp_path), False)
 
 
@@ -116,7 +116,7 @@ def test_compiles_without_kernel_and_libc_headers(tree: Tree, unit: str):
     assert said == f"compiled {len(program_names(unit))}"
 
 
-def test_error_without_bcc_and_cache_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_error_without_bcc_and_cache_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(compile.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(CompileError) as error:
         compile.find_or_compile("sock", tmp_path)
@@ -169,7 +169,7 @@ def test_broken_bcc_is_a_one_line_error(tree: Tree, code: str):
     assert "(unit sock)" in said
 
 
-def test_compiler_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_compiler_that_hangs_is_killed(monkeypatch, tmp_path):
     (tmp_path / "bcc").mkdir()
     (tmp_path / "bcc" / "__init__.py").write_text("import signal; signal.pause()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

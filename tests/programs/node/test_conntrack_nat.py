@@ -5,7 +5,6 @@ before 6.1, or one whose BTF is hidden.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
@@ -18,7 +17,7 @@ HIDE_BTF = 'mount --bind "$0" /sys/kernel/btf && exec "$@"'
 
 
 @pytest.fixture
-def agent(programs: None, tmp_path: Path) -> Iterator[Agent]:
+def agent(programs: None, tmp_path) -> Iterator[Agent]:
     with Lab(1, "cn") as lab:
         home = lab.nodes[0]
         objects, empty = tmp_path / "objects", tmp_path / "empty"

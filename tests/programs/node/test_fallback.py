@@ -169,7 +169,7 @@ CAUSES = (
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, artifact_cache: Path) -> Iterator[Bench]:
+def bench(tmp_path_factory, artifact_cache: Path) -> Iterator[Bench]:
     for unit in UNITS:
         compile.find_or_compile(unit, artifact_cache)
     with Lab(1, "fb", apart=True) as lab:

@@ -32,7 +32,7 @@ def test_feature_table_matches_this_kernel(name: str):
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[CheckRow, ...]:
+def rows(tmp_path_factory) -> tuple[CheckRow, ...]:
     for name in ("sctp", "conntrack_nat"):
         FEATURES[name].tried()  # loads the modules, which `kbpf check` does not
     pins, cache = Path("/sys/fs/bpf/kbpf-no-pins"), tmp_path_factory.mktemp("cache")

@@ -12,7 +12,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -37,7 +36,7 @@ from tests.programs.packets.tc.net import NEXT, idle, insn
 from tests.support.features import needs
 from tests.support.lab.lab import ip, until
 from tests.support.plane import HOOKS, Site
-from tests.support.table import table
+from tests.support.table import each_line
 
 SOCK_ADDR = 18
 PASS = insn(0xB7, imm=1) + insn(0x95)
@@ -166,16 +165,20 @@ def test_start_beside_a_program_of_unknown_purpose_is_not_refused(site: Site):
         assert len(reported(plane)) == 1
 
 
-class Loaded(NamedTuple):
-    """The name of a program, its maps, and whether it is taken for one of kbpf."""
+@contextlib.contextmanager
+def loaded(name: str, map_names: str = "") -> Iterator[int]:
+    """Loads a program that uses arrays of these names; yields its id."""
+    with contextlib.ExitStack() as stack:
+        insns = b""
+        for map_name in map_names.split():
+            array = stack.enter_context(Map.create(BPF_MAP_TYPE_ARRAY, map_name, 4, 4, 1))
+            insns += insn(0x18, 0x11, 0, array.fd) + insn(0)  # r1 = the map
+        program = Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, insns + PASS)
+        yield stack.enter_context(program).read_info().id
 
-    name: str
-    maps: str
-    is_kbpf: bool
 
-
-LOADED = table(
-    Loaded,
+@each_line(
+    "name, maps, is_kbpf",
     """
 tc_ingress | tails reasons                  | yes
 tc_egress  | services_outer tails           | yes
@@ -189,25 +192,12 @@ tc_ingress | tails                          | no
 connect4   | sock_peers theirs              | no
 tc_ingress |                                | no
 """,
+    is_kbpf=bool,
 )
-
-
-@contextlib.contextmanager
-def loaded(name: str, map_names: str = "") -> Iterator[int]:
-    """Loads a program that uses arrays of these names; yields its id."""
-    with contextlib.ExitStack() as stack:
-        insns = b""
-        for map_name in map_names.split():
-            array = stack.enter_context(Map.create(BPF_MAP_TYPE_ARRAY, map_name, 4, 4, 1))
-            insns += insn(0x18, 0x11, 0, array.fd) + insn(0)  # r1 = the map
-        program = Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, insns + PASS)
-        yield stack.enter_context(program).read_info().id
-
-
-@pytest.mark.parametrize("row", LOADED, ids=lambda row: f"{row.name} {row.maps}")
-def test_program_of_kbpf_is_recognized_by_several_names(row: Loaded):
-    with loaded(row.name, row.maps) as program:
-        assert unpinned.is_kbpf_program(program, row.name) is row.is_kbpf
+def test_program_of_kbpf_is_recognized_by_several_names(name, maps, is_kbpf):
+    """The name of a program, its maps, and whether it is taken for one of kbpf."""
+    with loaded(name, maps) as program:
+        assert unpinned.is_kbpf_program(program, name) is is_kbpf
 
 
 @needs("tcx")

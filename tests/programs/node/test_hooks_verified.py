@@ -64,7 +64,7 @@ def make_cgroup_again(site: Site) -> None:
 
 
 @pytest.mark.parametrize("harm", [remove_pin, detach, remove_all, make_cgroup_again])
-def test_lost_hooks_are_attached_again(site: Site, harm: Callable[[Site], None], caplog: pytest.LogCaptureFixture):
+def test_lost_hooks_are_attached_again(site: Site, harm: Callable[[Site], None], caplog):
     plane = site.start(WEB)
     plane.tick(0.0)
     assert dict(plane.shared.read_metrics().hooks) == dict.fromkeys(HOOKS, True)
@@ -80,7 +80,7 @@ def test_lost_hooks_are_attached_again(site: Site, harm: Callable[[Site], None],
     assert set(before) <= set(programs(site.cgroup)), "the same program, in the cgroup of this name"
 
 
-def test_hook_that_cannot_be_attached_is_reported(site: Site, caplog: pytest.LogCaptureFixture):
+def test_hook_that_cannot_be_attached_is_reported(site: Site, caplog):
     plane = site.start(WEB)
     plane.tick(0.0)
     remove_cgroup(site.cgroup)
@@ -99,7 +99,7 @@ def test_hook_that_cannot_be_attached_is_reported(site: Site, caplog: pytest.Log
     assert len(programs(site.cgroup)) == 1
 
 
-def test_programs_of_another_pin_folder_refuse_the_start(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_programs_of_another_pin_folder_refuse_the_start(site: Site, monkeypatch):
     monkeypatch.setattr(unpinned, "DETACH_WAIT_S", 0.2)
     first = site.open()
     first.apply(WEB, None)
@@ -140,9 +140,7 @@ LOST_PINS = {
 
 
 @pytest.mark.parametrize("what", LOST_PINS)
-def test_lost_pins_of_maps_are_restored_while_it_runs(
-    site: Site, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_lost_pins_of_maps_are_restored_while_it_runs(site: Site, what: str, caplog, monkeypatch):
     plane = site.start(WEB, packet_path=True)
     before = {pin.name: site.pinned(pin.name).id for pin in site.maps.iterdir()}
     remove_pins(site, what)
@@ -160,9 +158,7 @@ def test_lost_pins_of_maps_are_restored_while_it_runs(
 @pytest.mark.parametrize(
     ("what", "may_open_by_id"), [*((what, True) for what in LOST_PINS), ("affinity", False), ("all", False)]
 )
-def test_start_with_lost_pins_of_maps_serves_again(
-    site: Site, what: str, may_open_by_id: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_start_with_lost_pins_of_maps_serves_again(site: Site, what: str, may_open_by_id: bool, monkeypatch):
     site.start(WEB, packet_path=True)
     before, links = site.dump(), site.hook_programs()
     client, entry = bytes(AFFINITY_KEY.size), U64.pack(time.monotonic_ns()).ljust(AFFINITY.size)

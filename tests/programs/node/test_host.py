@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -28,7 +27,7 @@ from tests.support.features import needs
 from tests.support.lab.lab import run
 from tests.support.lab.namespace import Namespace
 from tests.support.plane import Site, desired, service
-from tests.support.table import each_row, table
+from tests.support.table import each_cells
 
 USUAL = "32768 60999"
 CONFIG = Config(masquerade_ports=(61_000, 65_535))
@@ -77,7 +76,7 @@ class Bench(Namespace):
 
 
 @pytest.fixture
-def bench(namespace: Namespace, tmp_path: Path) -> Bench:
+def bench(namespace: Namespace, tmp_path) -> Bench:
     made = Bench(namespace.name, tmp_path)
     made.run("sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1")
     return made
@@ -198,18 +197,8 @@ def test_ports_that_the_own_table_serves_although_conntrack_is_used(site: Site, 
 # ---- ports ---------------------------------------------------------------------------------------
 
 
-class Ports(NamedTuple):
-    """The local port range, and the reserved ports before, with and after the agent."""
-
-    name: str
-    local: str
-    before: str = ""
-    during: str = ""
-    after: str = ""
-
-
-PORTS = table(
-    Ports,
+@each_cells(
+    "local, before, during, after",
     """
 outside the local range            | 32768 60999
 outside, with other reserved ports | 32768 60999 | 8080           | 8080                       | 8080
@@ -222,19 +211,17 @@ all reserved by others             | 1024 65535  | 61000-65535    | 61000-65535 
 more than all reserved             | 1024 65535  | 50000-65535    | 50000-65535                | 50000-65535
 """,
 )
-
-
-@each_row(PORTS)
-def test_masquerade_ports_are_reserved_and_released(bench: Bench, row: Ports):
-    bench.set(row.local, row.before)
+def test_masquerade_ports_are_reserved_and_released(bench: Bench, local, before, during, after):
+    """The local port range, and the reserved ports before, with and after the agent."""
+    bench.set(local, before)
     bench.poll()
-    assert bench.reserved == row.during
+    assert bench.reserved == during
     bench.poll(masquerade_bit=14)  # the next agent adopts it
     bench.poll()
-    assert bench.reserved == row.during
+    assert bench.reserved == during
     gone = bench.remove()
-    assert bench.reserved == row.after
-    assert bool(gone) == (row.during != row.before)
+    assert bench.reserved == after
+    assert bool(gone) == (during != before)
     assert not (bench.pins.root / pinning.HOST_FOLDER).exists()
 
 

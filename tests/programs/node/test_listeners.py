@@ -20,7 +20,7 @@ from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import until
 from tests.support.lab.namespace import Namespace
-from tests.support.table import each_row, table
+from tests.support.table import each_cells, table
 
 
 class Row(NamedTuple):
@@ -97,16 +97,8 @@ def test_ends_of_the_nodes_subnets(namespace: Namespace):
     assert {format_addr(end) for end in ends} == set(wanted.split())
 
 
-class Given(NamedTuple):
-    """Commands of `ip`, and the networks of which the node has all addresses."""
-
-    name: str
-    commands: str
-    networks: str = ""
-
-
-GIVEN = table(
-    Given,
+@each_cells(
+    "commands, networks",
     """
 global | addr add 198.18.1.1/32 dev lo | 198.18.1.1
 of scope host | addr add 198.18.1.2/32 dev lo scope host | 198.18.1.2
@@ -130,13 +122,11 @@ a local route of another table | route add local 198.18.1.5/32 dev lo table 100 
 a route | route add 198.18.1.5/32 dev lo |
 """,
 )
-
-
-@each_row(GIVEN)
-def test_the_nodes_addresses_are_those_that_the_kernel_accepts(namespace: Namespace, row: Given):
-    namespace.ip("link set lo up", "link add dev0 type bridge", "link set dev0 up", *row.commands.split("; "))
+def test_the_nodes_addresses_are_those_that_the_kernel_accepts(namespace: Namespace, commands, networks):
+    """Commands of `ip`, and the networks of which the node has all addresses."""
+    namespace.ip("link set lo up", "link add dev0 type bridge", "link set dev0 up", *commands.split("; "))
     found = namespace.do(read_node_addresses)
-    assert [*map(format_addr, found), *map(str, found.networks)] == row.networks.split()
+    assert [*map(format_addr, found), *map(str, found.networks)] == networks.split()
 
 
 @contextlib.contextmanager

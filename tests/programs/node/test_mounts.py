@@ -127,7 +127,7 @@ def test_hierarchy_of_a_node_with_cgroup_v1_only_is_mounted(name: str):
     assert run_in_cgroup(*V1_ONLY, *wrapper.split(), sys.executable, "-c", ROOT_OR_ERROR).strip() == output
 
 
-def test_root_of_a_cgroup_namespace_is_refused(tmp_path: Path):
+def test_root_of_a_cgroup_namespace_is_refused(tmp_path):
     """A container sees its own cgroup as "/" in a mount that was made inside of it."""
     code = (
         "from kbpf.kernel.system import mounts\n"
@@ -172,7 +172,7 @@ def test_missing_bpffs_is_mounted_at_sys_fs_bpf():
     assert not (BPFFS / name).exists(), "and not on this machine"
 
 
-def test_pin_folder_outside_sys_fs_bpf_becomes_a_mount(tmp_path: Path):
+def test_pin_folder_outside_sys_fs_bpf_becomes_a_mount(tmp_path):
     pins = tmp_path / "deep" / "pins"
     assert python_without_bpffs(MAKE.format(pins=str(pins))) == f"True 0o700 ['{pins}']"
     assert not is_bpffs(pins), "and not on this machine"

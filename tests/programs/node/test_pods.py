@@ -4,28 +4,19 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from kbpf.kernel.system import mounts, pods
 from kbpf.kernel.system.mounts import Cgroup
 from tests.support.lab.lab import cgroup2, remove_cgroup
-from tests.support.table import table
+from tests.support.table import each_line
 
 UID = "0a1b2c3d-0000-4000-8000-000000000001"
 
 
-class Folder(NamedTuple):
-    """A cgroup ({uid}; {uid_}: with underscores), whether it is a Pod's own, and whether it belongs to the Pod."""
-
-    path: str
-    own: bool = False
-    belongs: bool = False
-
-
-FOLDERS = table(
-    Folder,
+@each_line(
+    "path, own, belongs",
     """
 /kubepods/pod{uid}                                                                   | yes | yes
 /kubepods/besteffort/pod{uid}                                                        | yes | yes
@@ -41,13 +32,13 @@ FOLDERS = table(
 /system.slice/foo-pod{uid_}.slice
 /
 """,
+    own=lambda cell: cell == "yes",
+    belongs=lambda cell: cell == "yes",
 )
-
-
-@pytest.mark.parametrize("row", FOLDERS, ids=lambda row: row.path)
-def test_uid_of_a_cgroup(row: Folder):
-    path = row.path.format(uid=UID, uid_=UID.replace("-", "_"))
-    assert [pods.pod_uid_of_folder(path) == UID, pods.pod_uid(path) == UID] == [row.own, row.belongs]
+def test_uid_of_a_cgroup(path, own, belongs):
+    """A cgroup ({uid}; {uid_}: with underscores), whether it is a Pod's own, and whether it belongs to the Pod."""
+    path = path.format(uid=UID, uid_=UID.replace("-", "_"))
+    assert [pods.pod_uid_of_folder(path) == UID, pods.pod_uid(path) == UID] == [own, belongs]
 
 
 def test_uid_of_a_static_pod():
@@ -68,7 +59,7 @@ def container() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("mask", [~0, 0xFFFF_FFFF])
-def test_cgroups_and_their_pods_are_found_by_ids(container: Path, monkeypatch: pytest.MonkeyPatch, mask: int):
+def test_cgroups_and_their_pods_are_found_by_ids(container: Path, monkeypatch, mask: int):
     numbers = [folder.stat().st_ino & mask for folder in (container, container.parents[2])]
     found = mounts.find_cgroups([*numbers, (1 << 31) - 1], mask)
     assert found == {

@@ -72,7 +72,7 @@ def test_chains_of_calico_are_named_if_it_has_policies_before_dnat(
     assert (find_legacy if suffix else find)(namespace) == (chains, ())
 
 
-def test_large_tables_are_not_read(namespace: Namespace, monkeypatch: pytest.MonkeyPatch):
+def test_large_tables_are_not_read(namespace: Namespace, monkeypatch):
     """A table one rule above the limit is reported and not read, whatever follows it."""
     rules = "\n".join(["tcp dport 22 accept"] * 9)
     load(namespace, in_table(f"---{rules}\ntcp dport 30080 drop"))
@@ -149,9 +149,7 @@ def test_comments_in_iptables_legacy_hide_no_rule(namespace: Namespace, comment:
     assert find_legacy(namespace) == ((f"{RAW} PREROUTING",), ())
 
 
-def test_unreadable_iptables_legacy_tables_are_reported(
-    namespace: Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_unreadable_iptables_legacy_tables_are_reported(namespace: Namespace, monkeypatch, tmp_path):
     """As in our image, which has no iptables-legacy. A table that exists is reported, because its
     rules cannot be known.
     """

@@ -45,7 +45,7 @@ def same(*words: object) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copy(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("same")
     for name in ("kbpf", "tests", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -247,7 +247,7 @@ def test_agent_that_serves_is_not_refused_for_a_place_where_only_another_serves(
 
 @both_ways
 @alone
-def test_two_agents_that_both_started_are_reported(site: Site, how: AttachMethod, monkeypatch: pytest.MonkeyPatch):
+def test_two_agents_that_both_started_are_reported(site: Site, how: AttachMethod, monkeypatch):
     """Both looked for the other before either was attached."""
     make_device(how)
     turns: Counter[attach.DeviceAttachments] = Counter()

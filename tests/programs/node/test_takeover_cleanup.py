@@ -12,7 +12,6 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from pyroute2 import IPSet
@@ -160,7 +159,7 @@ def test_chains_that_rules_of_others_need_stay(bench: Namespace, rule: str, need
     assert again == notes
 
 
-def test_cleanup_names_the_rules_of_others(bench: Namespace, capsys: pytest.CaptureFixture[str]):
+def test_cleanup_names_the_rules_of_others(bench: Namespace, capsys):
     make_sets(bench, {"KUBE-LOOP-BACK": "hash:ip,port,ip"})
     rule = "-A MINE -p tcp -m tcp --dport 81 -j KUBE-MARK-MASQ"
     for tool in ("nft", "legacy"):
@@ -295,7 +294,7 @@ def test_returning_kube_proxy_keeps_its_virtual_services(bench: Namespace, talk:
 
 
 @needs("ipvs")
-def test_kbpf_cleanup_removes_virtual_services_with_connections(bench: Namespace, talk: Talk, tmp_path: Path):
+def test_kbpf_cleanup_removes_virtual_services_with_connections(bench: Namespace, talk: Talk, tmp_path):
     remove(bench)
     assert bench.do(lambda: host.remove(Pins(tmp_path))) == (f"table ip {conntrack_keepalive.TABLE}",)
     assert served(bench) == {}
@@ -391,7 +390,7 @@ def forward(bench: Namespace, family: str) -> list[str]:
 
 
 @pytest.fixture
-def left(request: pytest.FixtureRequest, bench: Namespace) -> str:
+def left(request, bench: Namespace) -> str:
     """A family with a translated connection, as a kube-proxy leaves it: IPv4 unless `both_families`."""
     family = getattr(request, "param", "ip")
     translate_one(bench, family)
@@ -410,7 +409,7 @@ def stop_kube_proxy(bench: Namespace, family: str, how: str = "a policy") -> lis
 
 
 @both_families
-def test_keepalive_table_stays_as_long_as_a_connection(bench: Namespace, left: str, tmp_path: Path):
+def test_keepalive_table_stays_as_long_as_a_connection(bench: Namespace, left: str, tmp_path):
     """The agent checks when it starts and then every KEEPALIVE_POLL_INTERVAL_S seconds."""
     agent = HostIntegration(Pins(tmp_path), Config())
 
@@ -463,7 +462,7 @@ def test_ipvs_connections_pass_a_closed_forward(bench: Namespace):
     assert forward(bench, "ip") == [THEIRS, PASSES]
 
 
-def test_cleanup_reports_the_forward_rule(bench: Namespace, left: str, capsys: pytest.CaptureFixture[str]):
+def test_cleanup_reports_the_forward_rule(bench: Namespace, left: str, capsys):
     bench.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
     bench.do(lambda: list(cleanup.remove_kube_proxy(force=True)))
     assert capsys.readouterr().err == (
@@ -492,7 +491,7 @@ def test_forward_gets_no_rule(bench: Namespace, why: str):
 
 
 @both_families
-def test_agent_restores_the_forward_rule(bench: Namespace, left: str, tmp_path: Path):
+def test_agent_restores_the_forward_rule(bench: Namespace, left: str, tmp_path):
     """The agent did not add the rule. It restores it next to its own rule, in either order."""
     stop_kube_proxy(bench, left)
     tool = f"{POLICY[left]}-nft"
@@ -524,7 +523,7 @@ def test_agent_restores_the_forward_rule(bench: Namespace, left: str, tmp_path: 
     assert poll_and_list() == []
 
 
-def test_kbpf_cleanup_removes_the_forward_rule(bench: Namespace, left: str, tmp_path: Path):
+def test_kbpf_cleanup_removes_the_forward_rule(bench: Namespace, left: str, tmp_path):
     others = stop_kube_proxy(bench, left)
     assert PASSES in forward(bench, left)
     assert bench.do(lambda: host.remove(Pins(tmp_path))) == (f"table {left} {conntrack_keepalive.TABLE}",)
@@ -532,7 +531,7 @@ def test_kbpf_cleanup_removes_the_forward_rule(bench: Namespace, left: str, tmp_
     assert forward(bench, left) == others
 
 
-def test_two_processes_adding_the_rule_at_once_add_one(bench: Namespace, left: str, monkeypatch: pytest.MonkeyPatch):
+def test_two_processes_adding_the_rule_at_once_add_one(bench: Namespace, left: str, monkeypatch):
     """The other one adds the rule between our listing of the chains and our transaction."""
     bench.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
     real, once = forward_rules.list_forward_chains, iter([True])
@@ -553,9 +552,7 @@ def test_two_processes_adding_the_rule_at_once_add_one(bench: Namespace, left: s
 
 @pytest.mark.parametrize("step", ["list_kept_services", "_rule_deletions"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_two_processes_removing_the_table_at_once(
-    bench: Namespace, left: str, monkeypatch: pytest.MonkeyPatch, step: str, when: str
-):
+def test_two_processes_removing_the_table_at_once(bench: Namespace, left: str, monkeypatch, step: str, when: str):
     """The agent removes table and rule before or after this step of `kbpf cleanup`."""
     others = stop_kube_proxy(bench, left)
     bench.do(forget_connections)

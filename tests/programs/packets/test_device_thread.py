@@ -107,7 +107,7 @@ class Site:
 
 
 @pytest.fixture
-def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def node(request, monkeypatch) -> Iterator[Site]:
     """Such a node. Every attach is recorded, and waits if the gate is for its device."""
     name = f"kbkeep{os.getpid()}"
     how = getattr(request, "param", None)
@@ -161,9 +161,7 @@ def begin(action: Callable[[], None]) -> threading.Thread:
 # ---- time --------------------------------------------------------------------------------------
 
 
-def test_passes_that_find_nothing_to_do_leave_the_processor_to_others(
-    node: Site, first: Generation, monkeypatch: pytest.MonkeyPatch
-):
+def test_passes_that_find_nothing_to_do_leave_the_processor_to_others(node: Site, first: Generation, monkeypatch):
     """A pod may cause notifications all the time. A pass that attaches is followed at once."""
     pauses: list[float] = []
     monkeypatch.setattr(module, "wait_readable", lambda _, timeout: pauses.append(timeout))
@@ -257,18 +255,10 @@ def test_devices_are_described_again_on_request(node: Site, first: Generation):
 # ---- changes -----------------------------------------------------------------------------------
 
 
-def test_added_and_deleted_devices_are_followed(node: Site, first: Generation):
-    node.ready(first)
-    node.net.ip(f"link add cali9 type veth peer name cali9x netns {node.pods}")
-    until("the new device has programs", lambda: node.has(first, ALL | {"cali9"}))
-    node.net.ip("link del cali0")
-    until("the deleted device is forgotten", lambda: node.has(first, (ALL - {"cali0"}) | {"cali9"}))
-
-
 @pytest.mark.parametrize("node", [AttachMethod.CLSACT], indirect=True)
 @both_directions
 def test_filter_that_is_added_before_ours_is_passed_soon(
-    node: Site, first: Generation, direction: Direction, monkeypatch: pytest.MonkeyPatch
+    node: Site, first: Generation, direction: Direction, monkeypatch
 ):
     """The kernel notifies of filters, so no 30 s pass."""
     monkeypatch.setattr("kbpf.kernel.bpf.tc.probe_tcx", lambda: Probe(False, "as before Linux 6.6"))
@@ -283,7 +273,7 @@ def test_filter_that_is_added_before_ours_is_passed_soon(
         path.unlink()
 
 
-def test_lost_attachment_comes_back_at_the_next_resync(node: Site, first: Generation, monkeypatch: pytest.MonkeyPatch):
+def test_lost_attachment_comes_back_at_the_next_resync(node: Site, first: Generation, monkeypatch):
     monkeypatch.setattr(module, "RESYNC_INTERVAL_S", 0.3)
     node.how = AttachMethod.TCX
     node.ready(first)
@@ -307,23 +297,6 @@ def test_failed_device_is_reported_stops_no_other_and_is_retried(node: Site, fir
         until("its success is reported", lambda: not node.reconciler.status().failed and node.settled)
 
 
-def test_device_with_older_programs_is_reported_until_swapped(node: Site, first: Generation, second: Generation):
-    """The other devices have the newer ones by then, and publish() no longer waits."""
-    node.ready(first)
-    assert node.reconciler.is_rolled_out
-    with refused() as wrong:
-        second.others["cali1"] = wrong
-        with pytest.raises(OutdatedDevicesError, match=r"not all devices .* \(cali1\)"):
-            node.publish(second)
-        assert node.runs() == {name: {first.id if name == "cali1" else second.id} for name in ALL}
-        assert not node.reconciler.is_rolled_out
-        assert node.settled == 0, "one device runs an older program"
-        second.others.clear()
-        until("it is swapped", lambda: node.reconciler.is_rolled_out)
-        until("older programs are not needed", lambda: node.settled)
-        assert node.has(second)
-
-
 def test_device_without_any_programs_does_not_delay_publish(node: Site, first: Generation, second: Generation):
     with refused() as wrong:
         first.others["cali1"] = second.others["cali1"] = wrong
@@ -337,13 +310,7 @@ def test_device_without_any_programs_does_not_delay_publish(node: Site, first: G
     "error",
     [KernelError("no answer"), OSError(errno.EMFILE, "no descriptor"), RuntimeError("a slip")],
 )
-def test_thread_outlives_every_error(
-    node: Site,
-    first: Generation,
-    error: Exception,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-):
+def test_thread_outlives_every_error(node: Site, first: Generation, error: Exception, monkeypatch, caplog):
     """It is logged once, with a traceback only if it is a fault of kbpf."""
     listing, tries = module.list_devices, []
 
@@ -365,9 +332,7 @@ def test_thread_outlives_every_error(
     assert node.has(first)
 
 
-def test_publish_without_progress_times_out(
-    node: Site, first: Generation, second: Generation, monkeypatch: pytest.MonkeyPatch
-):
+def test_publish_without_progress_times_out(node: Site, first: Generation, second: Generation, monkeypatch):
     node.ready(first)
     monkeypatch.setattr(module, "PUBLISH_STALL_TIMEOUT_S", 0.3)
     node.gate = Gate("up0")
@@ -379,7 +344,7 @@ def test_publish_without_progress_times_out(
 
 
 def test_a_process_that_was_stopped_is_no_lack_of_progress(
-    node: Site, first: Generation, second: Generation, monkeypatch: pytest.MonkeyPatch
+    node: Site, first: Generation, second: Generation, monkeypatch
 ):
     """As if the process had been stopped in a wait: that returns at once then, though the thread
     had no time either.

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
-
 from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments
 from kbpf.dataplane.bpf.plane import BpfPlane
@@ -60,7 +58,7 @@ def serve(site: Site, sizes: MapSizes = SIZES) -> BpfPlane:
     return plane
 
 
-def test_limited_pods_are_named_and_take_no_time(site: Site, caplog: pytest.LogCaptureFixture):
+def test_limited_pods_are_named_and_take_no_time(site: Site, caplog):
     passes: list[float] = []
     sync, probe, probed = DeviceAttachments.sync, hook_probe.probe, []
 

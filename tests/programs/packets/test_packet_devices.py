@@ -119,7 +119,7 @@ class Node:
 
 
 @pytest.fixture
-def node(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+def node(artifact_cache: Path, monkeypatch) -> Iterator[Node]:
     size_maps(monkeypatch, **START)
     monkeypatch.setattr(device_thread, "RETRY_DELAY_S", 0.1)
     monkeypatch.setattr(device_thread, "PUBLISH_STALL_TIMEOUT_S", 4 * PATIENCE)
@@ -165,7 +165,7 @@ def endpoints(count: int, network: int) -> str:
     return " ".join(f"10.0.{network}.{number}:80" for number in range(1, count + 1))
 
 
-def test_growth_involves_no_device(node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_growth_involves_no_device(node: Node, monkeypatch):
     """Maps grow although one device would wait, another refuses and no program can be loaded."""
     old = node.serve()
     node.slow, node.broken = "here", "far"
@@ -200,9 +200,7 @@ def restart(node: Node, monkeypatch: pytest.MonkeyPatch, swap: str) -> None:
 
 
 @pytest.mark.parametrize("swap", SWAPS)
-def test_start_waits_for_a_device_that_is_slow_to_take_new_programs(
-    node: Node, monkeypatch: pytest.MonkeyPatch, swap: str
-):
+def test_start_waits_for_a_device_that_is_slow_to_take_new_programs(node: Node, monkeypatch, swap: str):
     old = node.serve()
     restart(node, monkeypatch, swap)
     node.slow = "here"
@@ -223,9 +221,7 @@ def test_start_waits_for_a_device_that_is_slow_to_take_new_programs(
 
 
 @pytest.mark.parametrize(("swap", "killed"), [*((swap, False) for swap in SWAPS), (SWAPS[2], True)])
-def test_device_that_refuses_new_programs_keeps_the_old_ones(
-    node: Node, monkeypatch: pytest.MonkeyPatch, swap: str, killed: bool
-):
+def test_device_that_refuses_new_programs_keeps_the_old_ones(node: Node, monkeypatch, swap: str, killed: bool):
     """With complete maps, while sockets are served and maps grow; the next agent resumes."""
     old = node.serve()
     restart(node, monkeypatch, swap)
@@ -251,7 +247,7 @@ def test_device_that_refuses_new_programs_keeps_the_old_ones(
 
 
 @pytest.mark.parametrize("when", ["listed", "opened"])
-def test_older_programs_removed_while_being_read_are_ignored(node: Node, monkeypatch: pytest.MonkeyPatch, when: str):
+def test_older_programs_removed_while_being_read_are_ignored(node: Node, monkeypatch, when: str):
     """The device thread removes them once all devices have newer ones."""
     node.serve()
     (folder,) = node.site.pins.glob("programs-tc-*")
@@ -286,7 +282,7 @@ def test_older_programs_removed_while_being_read_are_ignored(node: Node, monkeyp
 
 
 @pytest.fixture
-def no_compiler(begun: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def no_compiler(begun: Node, monkeypatch) -> Callable[[], None]:
     """The packet programs cannot be compiled from the next start on, until the fixture is
     called.
     """
@@ -334,7 +330,7 @@ def test_left_programs_serve_although_maps_grow(begun: Node, no_compiler: Callab
 
 @pytest.mark.parametrize("works", [True, False], ids=["at once", "not at all"])
 def test_programs_with_another_map_layout_are_detached_after_apply(
-    begun: Node, no_compiler: object, monkeypatch: pytest.MonkeyPatch, works: bool
+    begun: Node, no_compiler: object, monkeypatch, works: bool
 ):
     """Sockets are served by the new programs, whether detaching from the devices works or not."""
     node = begun
@@ -387,7 +383,7 @@ def begin(flows: Map) -> dict[bytes, bytes]:
     return made
 
 
-def test_flows_in_old_maps_move_when_the_last_device_is_swapped(node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_flows_in_old_maps_move_when_the_last_device_is_swapped(node: Node, monkeypatch):
     """The maps have another layout and another size. The old version's maps are removed
     only then.
     """

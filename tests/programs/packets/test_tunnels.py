@@ -227,7 +227,7 @@ def all_tunnel_modules() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=FORWARDINGS)
-def world(request: pytest.FixtureRequest, artifact_cache: Path, all_tunnel_modules: None) -> Iterator[World]:
+def world(request, artifact_cache: Path, all_tunnel_modules: None) -> Iterator[World]:
     with ExitStack() as own:
         made = World(own)
         made.site = own.enter_context(sites(artifact_cache))(node=made.node)

@@ -127,9 +127,9 @@ def empty(site: Site, name: str) -> None:
             held.delete(key)
 
 
-def recorded(bench: Bench, **filters: object) -> list[failures.FailureRow]:
+def recorded(bench: Bench) -> list[failures.FailureRow]:
     """The failures of the clients `client` and `two`."""
-    rows = failures.build_rows(snapshot.read(bench.site.pins, failures.NEEDS), **filters)
+    rows = failures.build_rows(snapshot.read(bench.site.pins, failures.NEEDS))
     return [
         row
         for row in rows

@@ -52,7 +52,6 @@ from kbpf.model.metrics import ConnectionStats, Latency, ServiceLatencies
 from kbpf.model.objects import Protocol
 from kbpf.model.reasons import EventVerdict
 from kbpf.serve.kbpf_metrics import format_traffic
-from kbpf.views import service as view
 from kbpf.views import top
 from kbpf.views.monitor import EventRow
 from kbpf.views.top import By
@@ -73,7 +72,7 @@ from tests.support.features import needs
 from tests.support.lab.events import read, watched
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.plane import Site, desired, flush, service, within
-from tests.support.table import each_row, table
+from tests.support.table import each_cells, table
 
 SOCK_OPS = 3
 """The attach type of a sock_ops link."""
@@ -223,25 +222,6 @@ def test_round_trip_time_is_measured(served: Bench):
     until("a round trip has a length", long_enough)
 
 
-@needs("socket_iterator")
-def test_inspect_shows_counts_by_backend(served: Bench):
-    site = served.site
-
-    def shown() -> dict[str, int]:
-        found = view.build_details(snapshot.read(site.pins, view.NEEDS), "names")
-        return {row.backend: row.open for one in found for row in one.traffic}
-
-    backend = f"{served.two.ip}:8080"
-    served.client.tcp("10.96.0.9", 80, keep="kept")
-    assert shown() == {backend: 1}
-    served.client.ask("drop", keep="kept")
-    wait_for(shown, {backend: 0})
-    (detail,) = view.build_details(snapshot.read(site.pins, view.NEEDS), "names")
-    (row,) = detail.traffic
-    assert row.opened == row.round_trips > 0
-    assert row.bytes_in == row.opened * len(b"hello\n")
-
-
 def test_connection_to_a_plain_address_adds_nothing(served: Bench):
     wait_for(lambda: served.site.entries("sock_peers"), {})  # of earlier tests
     before = read_counts(served.site)
@@ -301,9 +281,7 @@ def test_connection_across_a_changed_setting_leaves_no_entry(bench: Bench, befor
     wait_for(lambda: site.entries("sock_peers"), {})
 
 
-def test_agent_without_the_sock_ops_hook_serves(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_agent_without_the_sock_ops_hook_serves(bench: Bench, monkeypatch, caplog):
     """Another program may have the hook exclusively."""
     start(bench, Accounting.OFF)
     attach = Link.attach.__func__
@@ -399,9 +377,7 @@ def test_a_pod_with_many_ports_hides_no_series_of_others(site: Site):
 
 
 @pytest.mark.parametrize("silent", SOCKET_STORAGE_MAPS)
-def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(
-    site: Site, monkeypatch: pytest.MonkeyPatch, silent: str
-):
+def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(site: Site, monkeypatch, silent: str):
     add = ConnectionCount.add
 
     def refuse(count: ConnectionCount, map_: Map, last: bool) -> Iterator[None]:
@@ -499,16 +475,8 @@ def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
     start(bench)
 
 
-class Shares(NamedTuple):
-    """Entries of Service ports, ``namespace/id=entries``, out of 100; which of the ports are summed up."""
-
-    name: str
-    ports: str
-    chosen: str = ""
-
-
-SHARES = table(
-    Shares,
+@each_cells(
+    "entries, chosen",
     """
 three quarters full: no port      | a/1=75
 one namespace: its largest port   | a/1=60 a/2=30                      | 1
@@ -517,14 +485,12 @@ as many ports as needed           | a/1=20 a/2=20 a/3=20 a/4=20 a/5=16 | 3 4
 two namespaces fill the map       | a/1=50 b/2=50                      | 1
 """,
 )
-
-
-@each_row(SHARES)
-def test_service_ports_over_their_share_are_summed_up(row: Shares):
-    found = re.findall(r"(\w)/(\d+)=(\d+)", row.ports)
+def test_service_ports_over_their_share_are_summed_up(entries, chosen):
+    """Entries of Service ports, ``namespace/id=entries``, out of 100; which of the ports are summed up."""
+    found = re.findall(r"(\w)/(\d+)=(\d+)", entries)
     ports = {int(number): (namespace, int(size)) for namespace, number, size in found}
-    entries = sum(size for _, size in ports.values())
-    assert sorted(select_over_share(ports, entries, 100)) == sorted(map(int, row.chosen.split()))
+    total = sum(size for _, size in ports.values())
+    assert sorted(select_over_share(ports, total, 100)) == sorted(map(int, chosen.split()))
 
 
 def test_ports_of_one_entry_are_not_summed_up():
@@ -592,7 +558,7 @@ def test_full_map_measures_no_new_services(served: Bench):
     assert site.entries("latencies") == {}, "those of removed Services are deleted"
 
 
-def test_latencies_of_the_busiest_services_are_collected(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_latencies_of_the_busiest_services_are_collected(site: Site, monkeypatch):
     other = service("other", "10.96.0.2:80", "127.0.1.3:8083")
     tenant = service("tenant/third", "10.96.0.3:80", "127.0.1.4:8084")
     site.start(desired(WEB, other, tenant))

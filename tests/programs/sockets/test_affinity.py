@@ -6,7 +6,6 @@ The backends are addresses on each namespace's own loopback (see support/plane.p
 
 import socket
 import struct
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from kbpf.dataplane.bpf.maps.layout import Reason
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
-from tests.support.lab.lab import Node, Place, until
+from tests.support.lab.lab import Node, Place
 from tests.support.plane import (
     LOCAL,
     LOCAL6,
@@ -118,13 +117,6 @@ def test_new_ipv6_connections_spread(bench: Bench):
 # ---- the same as last time ---------------------------------------------------------------------
 
 
-def test_client_keeps_its_backend(bench: Bench):
-    bench.serve(web(1, 2, 3))
-    before = bench.site.reasons()
-    assert len(set(picks(bench.one, WEB, 50))) == 1
-    assert bench.site.reasons() - before == {Reason.TRANSLATED: 1, Reason.TRANSLATED_BY_AFFINITY: 49}
-
-
 def test_ipv6_and_v4_mapped_clients_keep_their_backend(bench: Bench):
     to = " ".join(f"[{one}]:1" for one in LOCAL6[:9])
     bench.serve(web(*range(9)), service("web", WEB6, to, Protocol.UDP, affinity_timeout=HOUR))
@@ -179,14 +171,6 @@ def test_affinity_ends_after_its_timeout(bench: Bench):
     bench.age(40)
     assert bench.count_reason(bench.one) is Reason.TRANSLATED_BY_AFFINITY, "the last connection renewed it"
     bench.age(60)
-    assert bench.count_reason(bench.one) is Reason.TRANSLATED
-
-
-def test_affinity_timeout_is_in_seconds(bench: Bench):
-    bench.serve(web(1, 2, 3, timeout=1))
-    until("two connections within a second", lambda: bench.count_reason(bench.one) is Reason.TRANSLATED_BY_AFFINITY)
-    ((used, _),) = (struct.unpack_from("=QI", v) for v in bench.site.entries("affinity").values())
-    time.sleep(max(0.0, used / 1e9 + 1.01 - time.monotonic()))
     assert bench.count_reason(bench.one) is Reason.TRANSLATED
 
 

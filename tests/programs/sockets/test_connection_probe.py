@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections that the agent makes itself show whether Services are translated."""
 
-from pathlib import Path
-
 import pytest
 
 from kbpf.dataplane.bpf.connection_probe import ConnectionProber
@@ -72,5 +70,5 @@ def test_nothing_is_tried_without_hooks(node_site: Site, node: Node):
     assert within(node.host, prober.probe) is None
 
 
-def test_nothing_is_tried_without_maps(tmp_path: Path):
+def test_nothing_is_tried_without_maps(tmp_path):
     assert ConnectionProber(Pins(tmp_path), Config()).probe() is None

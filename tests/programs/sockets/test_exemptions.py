@@ -57,9 +57,7 @@ SYSTEM.slice →""")
 
 
 @pytest.mark.parametrize(("patterns", "matches"), PATTERNS)
-def test_patterns_match_cgroup_paths(
-    site: Site, tree: Callable[[str], Path], patterns: str, matches: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_patterns_match_cgroup_paths(site: Site, tree: Callable[[str], Path], patterns: str, matches: str, monkeypatch):
     ids = {path: tree(path).stat().st_ino for path in CGROUPS.split()}
     looked: list[str] = []
     inside = exemptions._list_children
@@ -148,9 +146,7 @@ def test_entries_of_an_earlier_agent_stay_until_pods_are_known(
     assert after.notifications == [False]
 
 
-def test_full_map_is_reported_and_retried(
-    site: Site, plane: BpfPlane, tree: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_full_map_is_reported_and_retried(site: Site, plane: BpfPlane, tree: Callable[[str], Path], monkeypatch):
     folder = tree(f"kubepods/pod{ONE}")
     run = Run(site, plane)
 
@@ -232,7 +228,7 @@ def test_process_below_an_exempt_cgroup_is_not_translated(
         inside.close()
 
 
-def test_programs_without_optional_helpers_translate(site: Site, client: Place, monkeypatch: pytest.MonkeyPatch):
+def test_programs_without_optional_helpers_translate(site: Site, client: Place, monkeypatch):
     """On a kernel without these helpers no process can be exempt."""
     has = missing_helpers()
     monkeypatch.setattr(attachments, "missing_helpers", lambda: frozenset(OPTIONAL_HELPERS))
@@ -259,7 +255,7 @@ def test_exemption_with_a_packet_path_that_fails_to_load_is_reported(
     site: Site,
     start: Callable[..., BpfPlane],
     tree: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     exempt_before: bool,
 ):
     """Sockets are exempt only if packet programs may serve them: those of an earlier agent."""
@@ -317,7 +313,7 @@ def test_exemption_outlasts_a_restart_until_the_first_apply(site: Site, start: C
 
 @pytest.mark.parametrize("mode", [SocketLb.HOST_NAMESPACE_ONLY, SocketLb.OFF])
 def test_sockets_are_translated_until_the_packet_path_serves(
-    site: Site, start: Callable[..., BpfPlane], client: Place, monkeypatch: pytest.MonkeyPatch, mode: SocketLb
+    site: Site, start: Callable[..., BpfPlane], client: Place, monkeypatch, mode: SocketLb
 ):
     site.start(WORLD)
     with monkeypatch.context() as patch:
@@ -334,7 +330,7 @@ def test_sockets_are_translated_until_the_packet_path_serves(
     until("the packet path serves", left_alone)
 
 
-def test_first_start_waits_for_the_packet_path(start: Callable[..., BpfPlane], monkeypatch: pytest.MonkeyPatch):
+def test_first_start_waits_for_the_packet_path(start: Callable[..., BpfPlane], monkeypatch):
     """If no hook was ever attached, missing pins of hooks do not count as removed."""
     monkeypatch.setattr(PacketPath, "status", lambda _: DeviceReconcilerStatus())
     plane = start(socket_lb=SocketLb.OFF)

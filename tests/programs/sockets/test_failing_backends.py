@@ -9,8 +9,6 @@ import errno
 import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -28,7 +26,7 @@ from tests.support.lab import prober
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.packets.packets import icmp_error, udp
 from tests.support.plane import desired, join_pod, service, start_within, within
-from tests.support.table import each_row, table
+from tests.support.table import each_cells
 
 pytestmark = needs("tracing")
 FAIR, RUDE = "10.96.0.1", "10.96.0.2"
@@ -47,16 +45,9 @@ ACTS: dict[str, tuple[Callable[[str, int], object], str, int]] = {
 """What clients do in an interval: how, where and how often they connect."""
 
 
-class Row(NamedTuple):
-    """What clients do in each interval, and how many backends are failing after the last one."""
-
-    name: str
-    intervals: str
-    failing: int
-
-
-ROWS = table(
-    Row,
+@needs("set_retval")
+@each_cells(
+    "intervals, failing",
     """
 nothing fails                         | fair fair fair fair                             | 0
 too short                             | refused refused                                 | 0
@@ -69,16 +60,14 @@ another backend works                 | refused+fair refused+fair refused+fair  
 resets do not count                   | reset reset reset reset                         | 0
 a Service without backends has none   | empty empty empty empty                         | 0
 """,
+    failing=int,
 )
-
-
-@needs("set_retval")
-@each_row(ROWS)
-def test_backends_that_keep_failing_are_found(bench: Bench, row: Row):
+def test_backends_that_keep_failing_are_found(bench: Bench, intervals, failing):
+    """What clients do in each interval, and how many backends are failing after the last one."""
     start(bench, Accounting.CONNECTIONS)
     finder = FailingBackends(Pins(bench.site.pins))
     found: tuple[FailingBackend, ...] | None = ()
-    intervals = row.intervals.split()
+    intervals = intervals.split()
     for interval in intervals:
 
         def act(names: str = interval) -> None:
@@ -90,7 +79,7 @@ def test_backends_that_keep_failing_are_found(bench: Bench, row: Row):
         within(bench.client, act)
         found = finder.find()
     assert found is not None
-    assert len(found) == row.failing
+    assert len(found) == failing
     if found:
         (backend,) = found
         assert backend.name == ("default", "refusing", "", "TCP")
@@ -127,19 +116,9 @@ def tells_itself(host: str, backend: str) -> None:
                     s.recv(1)
 
 
-class Clients(NamedTuple):
-    """What these clients (the uid of a Pod, its container, and how often if not N times) do, and
-    whether the backend counts as failing."""
-
-    name: str
-    does: str
-    host: str
-    pods: str
-    failing: bool
-
-
-CLIENTS = table(
-    Clients,
+@needs("set_retval")
+@each_cells(
+    "does, host, who, is_failing",
     """
 a Pod with two containers     | refused      | 10.96.0.5 | a/1 a/2           | no
 two Pods                      | refused      | 10.96.0.5 | a/1 b/1           | yes
@@ -149,12 +128,12 @@ a Pod beside a rare failure   | refused      | 10.96.0.5 | evil1/1/99 a/1/1  | n
 a Pod whose SYNs expire       | unheard      | 10.96.0.1 | evil1/1 evil1/2   | no
 a Pod that sends itself errors | tells_itself | 10.96.0.4 | evil1/1 evil1/2  | no
 """,
+    is_failing=bool,
 )
-
-
-@needs("set_retval")
-@each_row(CLIENTS)
-def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Clients, monkeypatch: pytest.MonkeyPatch):
+def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, does, host, who, is_failing, monkeypatch):
+    """What these clients (the uid of a Pod, its container, and how often if not N times) do, and whether the backend
+    counts as failing.
+    """
     names = {"a": "default/a", "b": "default/b", "other": "other/c"}
     names |= {f"evil{number}": f"evil/{number}" for number in (1, 2)}
     monkeypatch.setattr(pods, "list_pod_names", lambda: names)
@@ -162,22 +141,22 @@ def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, row: Cl
     finder = FailingBackends(Pins(bench.site.pins))
 
     def act() -> None:
-        for pod in row.pods.split():
+        for pod in who.split():
             uid, container, *count = pod.split("/")
             join_pod(bench.site.cgroup, uid, container)
-            if row.does == "refused":
+            if does == "refused":
                 for _ in range(int(*count) or N):
-                    refused(row.host)
-            elif row.does == "unheard":
-                unheard(row.host)
+                    refused(host)
+            elif does == "unheard":
+                unheard(host)
             else:
-                tells_itself(row.host, bench.one.ip)
+                tells_itself(host, bench.one.ip)
 
     for _ in range(3):
         within(bench.client, act)
         found = finder.find()
     assert found is not None
-    assert bool(found) is row.failing
+    assert bool(found) is is_failing
     with bench.site.pinned("failures") as failures:
         assert list(failures.items()), "`kbpf inspect failures` shows them all the same"
 
@@ -221,9 +200,7 @@ def test_rejected_datagrams_of_a_socket_count_once_as_refused(served: Bench):
 
 
 @needs("set_retval")
-def test_refused_socket_that_connects_again_leaves_a_backend_that_does_not_serve(
-    served: Bench, monkeypatch: pytest.MonkeyPatch
-):
+def test_refused_socket_that_connects_again_leaves_a_backend_that_does_not_serve(served: Bench, monkeypatch):
     """The backend still serves another Service."""
     ends = f"{served.one.ip}:5353"
     other = service("other", "10.96.0.10:53", ends, Protocol.UDP)
@@ -272,15 +249,5 @@ def test_failures_survive_the_agent(served: Bench):
     assert [row.count for row in recorded(served)] == [2]
 
 
-@needs("set_retval")
-def test_filters(served: Bench):
-    served.act("refused", "10.96.0.5:80")
-    served.act("refused", "10.96.0.7:80")
-    assert [row.service for row in recorded(served, service="default/empty")] == ["default/empty"]
-    assert [row.service for row in recorded(served, service="refusing")] == ["default/refusing"]
-    assert len(recorded(served, since=600)) == 2
-    assert recorded(served, pod="default/web") == []
-
-
-def test_nothing_is_known_without_maps(tmp_path: Path):
+def test_nothing_is_known_without_maps(tmp_path):
     assert FailingBackends(Pins(tmp_path)).find() is None

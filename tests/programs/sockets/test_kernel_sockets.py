@@ -45,7 +45,7 @@ def test_bit_is_found_on_kernels_without_the_corrections():
 
 
 @pytest.fixture
-def without_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_corrections(monkeypatch) -> None:
     """Programs are loaded as on a kernel without the corrections."""
     bit = find_member_bit("sock", "sk_kern_sock")
     monkeypatch.setattr(kernel_members, "find_bit", lambda: bit)

@@ -32,7 +32,7 @@ from tests.support.features import needs
 from tests.support.lab.events import RATE, left_behind, patient, read, watched
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.plane import desired, service, sites, within
-from tests.support.table import table
+from tests.support.table import each_line, table
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,7 +130,7 @@ def test_filter_applies_before_the_rate(bench: Bench):
         assert monitor.left_out == 0
 
 
-def test_full_ring_buffer_is_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+def test_full_ring_buffer_is_counted(bench: Bench, monkeypatch):
     monkeypatch.setattr("kbpf.dataplane.bpf.inspect.monitor.RING_BYTES", 4096)
     with watched(bench.site, rate=100_000) as monitor:
         bench.act("flood", "10.96.0.4:53")
@@ -240,28 +240,8 @@ def test_command_ends_with_the_reader_of_its_output(bench: Bench):
     assert process.wait(PATIENCE) in (-signal.SIGPIPE, 141)
 
 
-class Asked(NamedTuple):
-    """Options of the command, and the Service whose events it shows."""
-
-    words: str
-    service: str
-
-
-ASKED = table(
-    Asked,
-    """
---service default/fair     | default/fair
---service fair -n default  | default/fair
--n shop                    | shop/sticky
--n shop -A --service fair  | default/fair
-""",
-)
-
-
 @pytest.fixture
-def shown(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., list[str]]:
+def shown(bench: Bench, monkeypatch, capsys) -> Callable[..., list[str]]:
     """The lines of `kbpf monitor`, with another way to poll."""
 
     def show(poll: Callable[..., Iterator[None]], *words: str) -> list[str]:
@@ -273,9 +253,17 @@ def shown(
     return show
 
 
-@pytest.mark.parametrize("row", ASKED, ids=lambda row: row.words)
-def test_command_ends_after_some_events(bench: Bench, row: Asked, shown: Callable[..., list[str]]):
-    """Also while no agent runs."""
+@each_line(
+    "words, service",
+    """
+--service default/fair     | default/fair
+--service fair -n default  | default/fair
+-n shop                    | shop/sticky
+-n shop -A --service fair  | default/fair
+""",
+)
+def test_command_ends_after_some_events(bench: Bench, words, service, shown: Callable[..., list[str]]):
+    """Options of the command, and the Service whose events it shows. Also while no agent runs."""
 
     def poll(*_: object) -> Iterator[None]:
         yield
@@ -286,10 +274,10 @@ def test_command_ends_after_some_events(bench: Bench, row: Asked, shown: Callabl
         pytest.fail("it watches on")
 
     bench.site.close_planes()
-    lines = shown(poll, "-o", "json", "--count", "2", *row.words.split())
+    lines = shown(poll, "-o", "json", "--count", "2", *words.split())
     start(bench, Accounting.CONNECTIONS)
     events = [json.loads(line) for line in lines]
-    assert [event["service"] for event in events] == [row.service] * 2
+    assert [event["service"] for event in events] == [service] * 2
     assert set(events[0]) == {"apiVersion", "kind", *EventRow.__struct_fields__}
 
 
@@ -338,7 +326,7 @@ Top = Callable[..., dict[str, dict[str, Any]]]
 
 
 @pytest.fixture
-def top(bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Top:
+def top(bench: Bench, capsys, monkeypatch) -> Top:
     """The rows of `kbpf top --once -o json`, by name. Between its two reads, or while it watches, the client does
     something.
     """
@@ -419,14 +407,8 @@ def test_top_refreshes_until_it_is_ended(bench: Bench):
     assert (process.returncode, err) == (130, "")
 
 
-class Wrong(NamedTuple):
-    words: str
-    code: int
-    message: str
-
-
-WRONG = table(
-    Wrong,
+@each_line(
+    "usage, code, message",
     """
 monitor --verdict refused --reason translated  | 2 | no event has both
 monitor --address nonsense                     | 2 | no IP or IP:PORT
@@ -448,11 +430,9 @@ top --once --service default/fiar              | 1 | did you mean default/fair
 top --once --by clients --service default/fiar | 1 | did you mean default/fair
 top --once --service default/fair -n shop      | 2 | shop contradicts the namespace
 """,
+    code=int,
 )
-
-
-@pytest.mark.parametrize("row", WRONG, ids=lambda row: row.words)
-def test_wrong_usage(bench: Bench, capsys: pytest.CaptureFixture[str], row: Wrong):
-    name, *words = row.words.split()
-    assert app.call([name, "--pin-dir", str(bench.site.pins), *words]) == row.code
-    assert row.message in capsys.readouterr().err
+def test_wrong_usage(bench: Bench, capsys, usage, code, message):
+    name, *words = usage.split()
+    assert app.call([name, "--pin-dir", str(bench.site.pins), *words]) == code
+    assert message in capsys.readouterr().err

@@ -80,7 +80,7 @@ def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def inner(bench: Bench, request: pytest.FixtureRequest) -> Iterator[Place]:
+def inner(bench: Bench, request) -> Iterator[Place]:
     """A client in the network of `request.param`, where "theirs" serves the Services' addresses, and
     "ours" the backend's.
     """

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -38,7 +38,7 @@ from tests.support.plane import (
     sites,
     split,
 )
-from tests.support.table import table
+from tests.support.table import each_line
 
 MAGLEV = Algorithm.MAGLEV
 UDP, TCP, SCTP = Protocol.UDP, Protocol.TCP, Protocol.SCTP
@@ -156,19 +156,8 @@ CLIENTS = {
 FLOWS = [(n, port) for n in range(4) for port in (1, 1024, 33000, 40001, 40002, 65535)]
 
 
-class Row(NamedTuple):
-    """A set of backends with Maglev: how many, their weights, the seconds of affinity, and the size of its table."""
-
-    v: int
-    protocol: Protocol
-    count: int
-    size: int
-    weights: str = ""
-    affinity: int = 0
-
-
-ROWS = table(
-    Row,
+@each_line(
+    "v, protocol, count, size, weights, affinity",
     """
 4 | TCP  | 2  | 251
 6 | TCP  | 11 | 1021
@@ -179,23 +168,27 @@ ROWS = table(
 4 | TCP  | 7  | 251  |         | 60
 6 | TCP  | 7  | 251  |         | 60
 """,
+    v=int,
+    protocol=Protocol,
+    count=int,
+    size=int,
+    affinity=lambda cell: int(cell or 0),
 )
-
-
-@pytest.mark.parametrize(
-    "row", ROWS, ids=lambda row: f"{row.protocol.name}{row.v} {row.count} {row.weights or row.affinity}"
-)
-def test_maglev_backend_of_a_packet_follows_from_its_flow(one: Path_, other: Path_, row: Row):
-    """On both nodes, whose ids differ. With affinity it follows from the client's address alone."""
-    port = 80 if row.protocol is SCTP else 8080
-    weights = tuple(map(int, row.weights.split()))
+def test_maglev_backend_of_a_packet_follows_from_its_flow(
+    one: Path_, other: Path_, v, protocol, count, size, weights, affinity
+):
+    """A set of backends with Maglev: how many, their weights, the seconds of affinity, and the size of its table. On
+    both nodes, whose ids differ. With affinity it follows from the client's address alone.
+    """
+    port = 80 if protocol is SCTP else 8080
+    weights = tuple(map(int, weights.split()))
     state = web(
-        row.v,
-        range(1, row.count + 1),
-        row.protocol,
+        v,
+        range(1, count + 1),
+        protocol,
         port=port,
         cluster_weights=weights,
-        affinity_timeout=row.affinity,
+        affinity_timeout=affinity,
     )
     ids, seen = [], set()
     for node in (one, other):
@@ -203,11 +196,11 @@ def test_maglev_backend_of_a_packet_follows_from_its_flow(one: Path_, other: Pat
         (value,) = [ServiceValue.unpack(raw) for raw in node.site.entries("services").values()]
         ids.append((value.cluster_set, *sorted(node.site.entries("backends"))))
         for n, number in FLOWS:
-            if row.affinity and node is other:
+            if affinity and node is other:
                 forget(node)
-            client = CLIENTS[row.v][n]
-            found = chosen(node, end(client, number), end(VIP[row.v], 80), row.protocol)
-            assert found == expected(state, client, number, row.size)
+            client = CLIENTS[v][n]
+            found = chosen(node, end(client, number), end(VIP[v], 80), protocol)
+            assert found == expected(state, client, number, size)
             seen.add(found)
     assert len(seen) > 1
     assert ids[0] != ids[1]

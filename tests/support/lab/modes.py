@@ -24,7 +24,6 @@ SILENCE = 0.7
 
 LOOPBACK = "NodePort on loopback: the kernel drops packets that IPVS has translated"
 EPERM = "a refused or dropped datagram of the node itself is always EPERM"
-FRONTENDS = "affinity is separate for each frontend"
 LEFT_ALONE = "VIPs that the socket hooks leave to the packet path: here source ranges are enforced"
 PODS = "without --detect-local-mode pods are not recognised (as with kube-proxy)"
 OTHER_PORTS = "other ports of external addresses are refused: the addresses are on the node here"
@@ -42,10 +41,8 @@ CANNOT: dict[str, str] = {
     r"test_dials.*external IP, another port": OTHER_PORTS,
     r"test_dials.*no endpoints, UDP, IPv6": EPERM,
     # tests/lab/outside/test_north_south.py
-    r"test_affinity_spans_all_addresses_of_a_service": FRONTENDS,
     r"test_north_south.*short circuit": PODS,
     r"test_which_packets_bypass_a_closed_forward_chain": MAPS,
-    r"test_an_unknown_external_port_is_refused_by_the_node": OTHER_PORTS,
     r"test_without_the_packet_path_all_programs_are_detached": MAPS,
     # tests/lab/traffic/test_local_mode.py
     r"test_which_clients_use_the_short_circuit\[none-": PODS,

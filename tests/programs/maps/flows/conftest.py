@@ -34,7 +34,7 @@ def started(site: Site) -> Iterator[Flows]:
 
 
 @pytest.fixture
-def flows(started: Flows, request: pytest.FixtureRequest) -> Iterator[Flows]:
+def flows(started: Flows, request) -> Iterator[Flows]:
     """Flows whose source is translated, which have more entries; `both_kinds` adds the others."""
     started.kind = getattr(request, "param", "translated")
     started.empty()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A table of flows with little room."""
 
-import ctypes
 import struct
 import time
 from collections.abc import Iterable, Iterator
@@ -25,7 +24,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     Role,
     Target,
 )
-from kbpf.kernel.bpf import syscalls
 from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
@@ -102,19 +100,10 @@ class Flows:
         with self.site.pinned("flows") as flows:
             flows.delete_batch(b"".join(key for key, _ in flows.items()))
 
-    def drain(self) -> list[bytes]:
-        """Empties the queue; returns its keys, oldest first."""
-        found = []
-        with self.site.pinned("flow_queue") as order:
-            taken = ctypes.create_string_buffer(order.value_size)
-            while syscalls.lib().bpf_map_lookup_and_delete_elem(order.fd, None, taken) == 0:
-                found.append(taken.raw)
-        return found
-
     def empty(self) -> None:
         """Restores the initial state: no flows, an empty queue, a count of 0, no port in doubt."""
         self.delete_flows()
-        self.drain()
+        self.site.drain_queue()
         self.site.put("flow_count", U32.pack(0), U64.pack(0))
         self.settle()
 

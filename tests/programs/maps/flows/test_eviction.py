@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -29,22 +29,26 @@ from tests.programs.maps.flows.table import LIVES, MINUTE, PARTS, ROOM, VIPS, Fl
 from tests.support.lab.events import read, watched
 from tests.support.packets.packets import frame, tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT, run
-from tests.support.table import each_row, table
+from tests.support.table import each_cells
 
 MOST = 36
 """With the reserve of an eighth for connections that are needed."""
 
 
-class Oldest(NamedTuple):
-    """The oldest flow, and whether it makes room. With "-60s" it stays recent, however long a test takes."""
-
-    name: str
-    script: str
-    makes_room: bool
+def fill(flows: Flows, script: str) -> None:
+    """Fills the table; the oldest flow is of this kind, and all others are established."""
+    for port, each in enumerate([script] + [LIVES] * (ROOM - 1), 2000):
+        flows.talk(port, each)
 
 
-OLDEST = table(
-    Oldest,
+def flow_count(flows: Flows, **settings: Any) -> FlowCount | None:
+    """What the agent counts with these settings."""
+    return MapCollector(Pins(flows.site.pins), Config(**settings)).count(lambda: None).flow_count
+
+
+@both_kinds
+@each_cells(
+    "script, makes_room",
     """
 half open                                | S                       | yes
 SYN-ACK without further segments         | S <SA                   | yes
@@ -72,32 +76,19 @@ the client has closed, and gets data     | LIVES FA 11s <A+ A -60s | no
 resets out of window                     | LIVES R! <R!| 11s       | no
 forged without seeing the replies        | S <SA A! A+! 6s         | yes
 """,
+    makes_room=bool,
 )
-
-
-def fill(flows: Flows, script: str) -> None:
-    """Fills the table; the oldest flow is of this kind, and all others are established."""
-    for port, each in enumerate([script] + [LIVES] * (ROOM - 1), 2000):
-        flows.talk(port, each)
-
-
-def flow_count(flows: Flows, **settings: Any) -> FlowCount | None:
-    """What the agent counts with these settings."""
-    return MapCollector(Pins(flows.site.pins), Config(**settings)).count(lambda: None).flow_count
-
-
-@both_kinds
-@each_row(OLDEST)
-def test_oldest_flow_that_is_not_needed_is_evicted(flows: Flows, row: Oldest):
-    fill(flows, row.script)
+def test_oldest_flow_that_is_not_needed_is_evicted(flows: Flows, script, makes_room):
+    """The oldest flow, and whether it makes room. With "-60s" it stays recent, however long a test takes."""
+    fill(flows, script)
     assert flows.ports() == flows.complete(range(2000, 2000 + ROOM)), "there is room for all"
-    live = ROOM - row.makes_room
+    live = ROOM - makes_room
     assert flow_count(flows) == FlowCount(live=live, capacity=ROOM), "metrics count live connections"
     with flows.site.pinned("flows") as held:
         filled = tracked_connections.measure_fill(held, time.monotonic())
     assert (filled.entries, filled.needed) == (ROOM, live)
     flows.talk(5000, LIVES)
-    assert flows.ports() == flows.complete([*range(2000 + row.makes_room, 2000 + ROOM), 5000])
+    assert flows.ports() == flows.complete([*range(2000 + makes_room, 2000 + ROOM), 5000])
     assert flows.evicted() == 0
 
 
@@ -209,7 +200,7 @@ def test_no_flow_loses_its_place_when_two_cpus_look_for_room(flows: Flows):
         thread.start()
     for thread in threads:
         thread.join()
-    assert before & flows.site.entries("flows").keys() <= set(flows.drain())
+    assert before & flows.site.entries("flows").keys() <= set(flows.site.drain_queue())
 
 
 def test_syn_flood_evicts_only_its_own_flows(flows: Flows):
@@ -331,34 +322,6 @@ NOW = itertools.count(1e9, flow_gc.GC_INTERVAL_S)
 """Times of the agent's polls."""
 
 
-class Orphan(NamedTuple):
-    """Packets of a flow for which two CPUs chose differently, and whether the reply entries that do
-    not belong to the original entry are deleted after `seconds`.
-    """
-
-    name: str
-    script: str
-    seconds: int
-    is_deleted: bool
-
-
-ORPHANS = table(
-    Orphan,
-    """
-a request, recent      | ?         | 29    | no
-a request              | ?         | 31    | yes
-a reply, recent        | ? <!      | 29    | no
-a reply                | ? <!      | 31    | yes
-a stream, recent       | ? <! 3s ? | 115   | no
-a stream               | ? <! 3s ? | 121   | yes
-a SYN                  | S         | 121   | yes
-TCP, recent            | LIVES     | 115   | no
-TCP                    | LIVES     | 121   | yes
-TCP, after its timeout | LIVES     | 90000 | yes
-""",
-)
-
-
 def add_orphans(flows: Flows, port: int) -> dict[bytes, bytes]:
     """Adds the entries that another CPU made for this port's flow: with another backend and, if the
     source is translated, with another node port. Returns them.
@@ -398,21 +361,38 @@ def remove(held: Map, seconds: float) -> int:
 
 
 @both_kinds
-@each_row(ORPHANS)
-def test_orphaned_reply_entries_are_deleted_when_expired(flows: Flows, row: Orphan):
-    """The flow's own reply entries stay although they are as old: a flow makes room with all its
-    entries.
+@each_cells(
+    "script, seconds, is_deleted",
     """
-    flows.talk(2000, row.script)
-    flows.talk(2001, row.script)
+a request, recent      | ?         | 29    | no
+a request              | ?         | 31    | yes
+a reply, recent        | ? <!      | 29    | no
+a reply                | ? <!      | 31    | yes
+a stream, recent       | ? <! 3s ? | 115   | no
+a stream               | ? <! 3s ? | 121   | yes
+a SYN                  | S         | 121   | yes
+TCP, recent            | LIVES     | 115   | no
+TCP                    | LIVES     | 121   | yes
+TCP, after its timeout | LIVES     | 90000 | yes
+""",
+    seconds=int,
+    is_deleted=bool,
+)
+def test_orphaned_reply_entries_are_deleted_when_expired(flows: Flows, script, seconds, is_deleted):
+    """Packets of a flow for which two CPUs chose differently, and whether the reply entries that do not belong to the
+    original entry are deleted after `seconds`. The flow's own reply entries stay although they are as old: a flow
+    makes room with all its entries.
+    """
+    flows.talk(2000, script)
+    flows.talk(2001, script)
     with flows.site.pinned("flows") as held:
         use_all(held)
     complete = flows.site.entries("flows")
     made = add_orphans(flows, 2000)
     assert len(made) == PARTS[flows.kind] - 1
     with flows.site.pinned("flows") as held:
-        assert remove(held, row.seconds) == (len(made) if row.is_deleted else 0)
-    assert flows.site.entries("flows") == complete | ({} if row.is_deleted else made)
+        assert remove(held, seconds) == (len(made) if is_deleted else 0)
+    assert flows.site.entries("flows") == complete | ({} if is_deleted else made)
 
 
 def test_reply_entries_without_original_entry_are_deleted(flows: Flows):
@@ -428,20 +408,8 @@ def test_reply_entries_without_original_entry_are_deleted(flows: Flows):
     assert flows.ports() == flows.complete([2001])
 
 
-class Over(NamedTuple):
-    """Packets of a flow, and whether it is deleted after `seconds`. `used`: the entries that were
-    used a minute before.
-    """
-
-    name: str
-    script: str
-    seconds: int
-    is_deleted: bool
-    used: str = ""
-
-
-OVER = table(
-    Over,
+@each_cells(
+    "script, seconds, is_deleted, used",
     """
 a request, expired      | ?     | 7229   | no
 a request, long expired | ?     | 7231   | yes
@@ -450,27 +418,28 @@ TCP, long expired       | LIVES | 93601  | yes
 the client still sends  | LIVES | 108000 | no | ORIGINAL
 the backend still sends | LIVES | 108000 | no | REPLY SNAT_REPLY
 """,
+    seconds=int,
+    is_deleted=bool,
 )
-
-
-@each_row(OVER)
-def test_flow_that_is_long_over_is_deleted(flows: Flows, row: Over):
-    """Even if its key is not in the queue: another CPU has popped it before the entry existed."""
-    flows.talk(2000, row.script)
-    flows.drain()
-    later = USED + int((row.seconds - 60) * 1e9)
+def test_flow_that_is_long_over_is_deleted(flows: Flows, script, seconds, is_deleted, used):
+    """Packets of a flow, and whether it is deleted after `seconds`. `used`: the entries that were used a minute before.
+    Even if its key is not in the queue: another CPU has popped it before the entry existed.
+    """
+    flows.talk(2000, script)
+    flows.site.drain_queue()
+    later = USED + int((seconds - 60) * 1e9)
     with flows.site.pinned("flows") as held:
         use_all(held)
         for key, raw in list(held.items()):
-            if FlowDirection(raw[fields.DIRECTION]).name in row.used.split():
+            if FlowDirection(raw[fields.DIRECTION]).name in used.split():
                 held.update(key, later.to_bytes(8, "little") + raw[8:])
-        removed = sum(remove(held, row.seconds) for _ in range(2))
-    assert removed == (PARTS[flows.kind] if row.is_deleted else 0)
-    assert flows.ports() == ({} if row.is_deleted else flows.complete([2000]))
+        removed = sum(remove(held, seconds) for _ in range(2))
+    assert removed == (PARTS[flows.kind] if is_deleted else 0)
+    assert flows.ports() == ({} if is_deleted else flows.complete([2000]))
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "before v5.14"])
-def test_entry_replaced_during_the_deletion_stays(flows: Flows, monkeypatch: pytest.MonkeyPatch, at_once: bool):
+def test_entry_replaced_during_the_deletion_stays(flows: Flows, monkeypatch, at_once: bool):
     """Another flow reused the port, or the backend, after the entry was read."""
     if not at_once:
         monkeypatch.setattr(syscalls.lib(), "bpf_map_lookup_and_delete_elem", lambda *_: -objects.ENOTSUPP)
@@ -494,7 +463,7 @@ def test_entry_replaced_during_the_deletion_stays(flows: Flows, monkeypatch: pyt
         assert held.lookup_and_delete(next(iter(made))) is None, "it is deleted"
 
 
-def test_agent_removes_orphans_in_parts(flows: Flows, monkeypatch: pytest.MonkeyPatch):
+def test_agent_removes_orphans_in_parts(flows: Flows, monkeypatch):
     """A part of the map at each poll; then it starts over."""
     monkeypatch.setattr(objects, "BATCH_SIZE", 8)
     ports = range(2000, 2000 + ROOM // 2)

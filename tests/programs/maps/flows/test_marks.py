@@ -153,7 +153,7 @@ def test_nothing_expires_while_other_programs_write_flows(flows: Flows, maps: di
     assert marked(maps) == set()
 
 
-def test_nothing_expires_after_a_part_that_failed(flows: Flows, maps: dict[str, Map], monkeypatch: pytest.MonkeyPatch):
+def test_nothing_expires_after_a_part_that_failed(flows: Flows, maps: dict[str, Map], monkeypatch):
     """The kernel refused to read or delete entries, so some of them may be unmarked."""
 
     def fail(*_: object) -> int:

@@ -39,7 +39,7 @@ def another_layout(monkeypatch: pytest.MonkeyPatch, *former: FormerLayout) -> No
 
 
 @pytest.mark.parametrize("knows", [True, False], ids=["known", "unknown"])
-def test_flows_of_a_former_layout_are_converted(flows: Flows, monkeypatch: pytest.MonkeyPatch, knows: bool):
+def test_flows_of_a_former_layout_are_converted(flows: Flows, monkeypatch, knows: bool):
     ports = range(2000, 2000 + ROOM)
     flows.talk_all(ports, LIVES)
     another_layout(monkeypatch, *([FormerLayout(1, FLOW.size, marked)] if knows else []))
@@ -56,9 +56,7 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 9, 20])
-def test_kill_during_migration_leaves_every_flow_in_the_queue(
-    flows: Flows, monkeypatch: pytest.MonkeyPatch, steps: int
-):
+def test_kill_during_migration_leaves_every_flow_in_the_queue(flows: Flows, monkeypatch, steps: int):
     """After `steps` writes to the new maps. A flow that is not in the queue could never
     be evicted.
     """
@@ -85,7 +83,7 @@ def test_kill_during_migration_leaves_every_flow_in_the_queue(
     flows.start(ROOM)
     assert flows.ports() == flows.complete(ports)
     held = flows.site.entries("flows")
-    places = [Target.unpack(held[key][fields.CLIENT]).port for key in flows.drain()]
+    places = [Target.unpack(held[key][fields.CLIENT]).port for key in flows.site.drain_queue()]
     assert list(dict.fromkeys(places)) == sorted(ports, reverse=True), "the longest idle one first"
     assert len(places) <= len(ports) + 1
     monkeypatch.undo()
@@ -116,7 +114,7 @@ OLD_SIZE = "before the hooks change over"
 
 
 @pytest.mark.parametrize(("where", "then"), [*((where, 2 * ROOM) for where in ENDS), (OLD_SIZE, ROOM)])
-def test_kill_during_resize_loses_no_flow(flows: Flows, monkeypatch: pytest.MonkeyPatch, where: str, then: int):
+def test_kill_during_resize_loses_no_flow(flows: Flows, monkeypatch, where: str, then: int):
     """Flows from before the kill, and later ones of the programs attached then; all are in the
     queue.
     """
@@ -144,12 +142,12 @@ def test_kill_during_resize_loses_no_flow(flows: Flows, monkeypatch: pytest.Monk
     with flows.site.pinned("flows") as held:
         assert held.max_entries == int(then * MAPS["flows"].entries_per_object)
         known = dict(held.items())
-    places = [known[key] for key in flows.drain() if key in known]
+    places = [known[key] for key in flows.site.drain_queue() if key in known]
     assert {Target.unpack(raw[fields.CLIENT]).port for raw in places} == {2000, 3000}
     flows.start(ROOM)
 
 
-def test_flows_begun_before_the_change_over_are_migrated(flows: Flows, monkeypatch: pytest.MonkeyPatch):
+def test_flows_begun_before_the_change_over_are_migrated(flows: Flows, monkeypatch):
     """New flows are paused from then on, because one of its two devices would not know them."""
     publish, elsewhere = PacketPath.publish, PacketPath.uses_other_flows
     seen: list[tuple[dict[int, int], bool]] = []

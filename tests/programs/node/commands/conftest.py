@@ -19,7 +19,7 @@ def written(site: Site) -> BpfPlane:
 
 
 @pytest.fixture
-def run(site: Site, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(site: Site, capsys) -> Run:
     """Runs a command on the site's pin folder; returns exit code, stdout and stderr. `more`: words that contain
     blanks.
     """

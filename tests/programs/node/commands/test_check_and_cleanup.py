@@ -51,7 +51,7 @@ def test_check_uses_the_ports_of_the_running_agent(site: Site, run):
     assert row["detail"].startswith("40000 to 40009: ")
 
 
-def test_check_without_cgroup_v2_exits_with_1_and_advice(site: Site, run, tmp_path: Path):
+def test_check_without_cgroup_v2_exits_with_1_and_advice(site: Site, run, tmp_path):
     code, out, _ = run("check --cgroup", str(tmp_path))
     assert code == 1
     assert "mode bpf cannot be used: cgroup v2" in out
@@ -228,7 +228,7 @@ def test_cleanup_with_a_running_agent_needs_force(written, run, site: Site):
     assert not site.pins.exists()
 
 
-def test_cleanup_unmounts_the_bpffs_of_the_pin_folder(run, site: Site, tmp_path: Path):
+def test_cleanup_unmounts_the_bpffs_of_the_pin_folder(run, site: Site, tmp_path):
     pins = tmp_path / "pins"
     site.pins, ours = pins, site.pins
     try:
@@ -247,7 +247,7 @@ def test_cleanup_unmounts_the_bpffs_of_the_pin_folder(run, site: Site, tmp_path:
         subprocess.run(["umount", "-q", pins], check=False)
 
 
-def test_cleanup_cache_leaves_other_files(site: Site, run, artifact_cache, tmp_path: Path):
+def test_cleanup_cache_leaves_other_files(site: Site, run, artifact_cache, tmp_path):
     site.open().close()
     cache = tmp_path / "cache"
     shutil.copytree(artifact_cache, cache)
@@ -261,7 +261,7 @@ def test_cleanup_cache_leaves_other_files(site: Site, run, artifact_cache, tmp_p
 # ---- compile -----------------------------------------------------------------------------------
 
 
-def test_compile_command_compiles_what_is_missing_or_all(artifact_cache: Path, tmp_path: Path, capsys):
+def test_compile_command_compiles_what_is_missing_or_all(artifact_cache: Path, tmp_path, capsys):
     shutil.copytree(artifact_cache, tmp_path / "cache")
 
     def compiled(*more: str) -> list[dict]:

@@ -65,7 +65,7 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what.__name__)
 @alone
-def test_kube_proxy_is_named(site: Site, row: Row, tmp_path: Path):
+def test_kube_proxy_is_named(site: Site, row: Row, tmp_path):
     plane = site.start(WEB)
     plane.write_status(b"")
     with row.what(tmp_path):

@@ -86,7 +86,7 @@ def check_no_secret(dump: Dump) -> None:
 
 
 @pytest.fixture
-def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def secrets(tmp_path, monkeypatch) -> Path:
     """A kubeconfig with secrets; more are in the environment."""
     monkeypatch.setenv("KBPF_TEST_TOKEN", VARIABLE)
     monkeypatch.setenv("https_proxy", f"http://proxy:{PASSWORD}@127.0.0.1:1")
@@ -103,7 +103,7 @@ def dump_of(tmp_path: Path, *arguments: str) -> Dump:
 
 
 def test_everything_that_is_pinned_is_dumped_without_an_agent(
-    written: BpfPlane, site: Site, secrets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    written: BpfPlane, site: Site, secrets: Path, tmp_path, capsys
 ):
     log = tmp_path / "agent.log"
     log.write_text(f"started\nproblem: Authorization: Bearer {TOKEN}\n")
@@ -135,7 +135,7 @@ def test_everything_that_is_pinned_is_dumped_without_an_agent(
 
 @pytest.mark.parametrize("mistake", ["", "nonsense: 1\n"], ids=["", "a mistake"])
 def test_a_configuration_is_dumped_without_its_passwords(
-    written: BpfPlane, site: Site, secrets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
+    written: BpfPlane, site: Site, secrets: Path, tmp_path, monkeypatch, mistake: str
 ):
     """A mistake in it loses only the settings."""
     config = tmp_path / "config.yaml"
@@ -152,7 +152,7 @@ def test_a_configuration_is_dumped_without_its_passwords(
     assert dump.error("inspect/services.json") == ""  # at the pinDir of the file
 
 
-def test_a_node_where_nothing_is_pinned(tmp_path: Path):
+def test_a_node_where_nothing_is_pinned(tmp_path):
     dump = dump_of(tmp_path, "--pin-dir", "/nowhere/kbpf", "--hostname-override", "n9")
     assert dump.summary["node"] == "n9"
     for view in ("services", "status", "devices"):
@@ -160,7 +160,7 @@ def test_a_node_where_nothing_is_pinned(tmp_path: Path):
     assert dump.files["node/uname.txt"]
 
 
-def test_time_and_size_are_limited(tmp_path: Path):
+def test_time_and_size_are_limited(tmp_path):
     late = dump_of(tmp_path, "--time-limit", "0s", "--pin-dir", "/nowhere")
     assert set(late.files) == {"index.json"}
     assert {item["error"] for item in late.index.values()} >= {"not collected: --time-limit is over"}
@@ -175,7 +175,7 @@ def test_time_and_size_are_limited(tmp_path: Path):
     assert "not collected: --max-bytes is reached" in {i["error"] for i in small.index.values()}
 
 
-def test_the_archive_can_go_to_a_pipe_and_never_replaces_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_the_archive_can_go_to_a_pipe_and_never_replaces_a_file(tmp_path, capfd):
     path = tmp_path / "dump.tar.gz"
     done = kbpf("sysdump", "-", "--time-limit", "1s", shell=f"| cat >{path}")
     assert done.code == 0
@@ -187,7 +187,7 @@ def test_the_archive_can_go_to_a_pipe_and_never_replaces_a_file(tmp_path: Path, 
     assert path.read_bytes() == before
 
 
-def test_without_rights_parts_fail_and_the_archive_is_made(written: BpfPlane, site: Site, tmp_path: Path):
+def test_without_rights_parts_fail_and_the_archive_is_made(written: BpfPlane, site: Site, tmp_path):
     path = tmp_path / "dump.tar.gz"
     done = kbpf("sysdump", "-", "--pin-dir", str(site.pins), shell=f">{path}", nobody=True)
     assert done.code == 0, done.err
@@ -221,7 +221,7 @@ stringData: {any: PASSWORD}
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
+def agent(tmp_path) -> Iterator[Agent]:
     folder = tmp_path / "objects"
     folder.mkdir()
     (folder / "web.yaml").write_text(OBJECTS)
@@ -232,7 +232,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
         made.close()
 
 
-def test_a_running_agent(agent: Agent, secrets: Path, tmp_path: Path):
+def test_a_running_agent(agent: Agent, secrets: Path, tmp_path):
     path = tmp_path / "dump.tar.gz"
     config = tmp_path / "config.yaml"
     config.write_text(

@@ -32,7 +32,7 @@ from tests.support.plane import SIZES, desired
 
 
 @pytest.fixture(params=[4, 6], ids=["v4", "v6"])
-def v(request: pytest.FixtureRequest) -> int:
+def v(request) -> int:
     """Tests that take it run with IPv4 and with IPv6."""
     return int(request.param)
 

@@ -8,7 +8,6 @@ the port to a client that does not get it in the model.
 """
 
 import copy
-import ctypes
 import random
 import struct
 import time
@@ -18,7 +17,6 @@ import pytest
 
 from kbpf.dataplane.bpf.maps.flow_entries import DIRECTION, FINS, STATE, is_original
 from kbpf.dataplane.bpf.maps.layout import U32, U64, FlowDirection, TcpState
-from kbpf.kernel.bpf import syscalls
 from tests.fuzz.model.ports import FORGED, Segment, World, actions, tcp_start
 from tests.programs.packets.path.single_packets import (
     CLUSTER,
@@ -98,10 +96,7 @@ class Replay(World):
         self.numbers = {each: Numbers(each) for each in (FORGED, 1, 2)}
         self.asked: set[tuple[int, int]] = set()
         """Clients, and the numbers of their SYNs, genuine or forged."""
-        with self.path.site.pinned("flow_queue") as order:
-            taken = ctypes.create_string_buffer(order.value_size)
-            while syscalls.lib().bpf_map_lookup_and_delete_elem(order.fd, None, taken) == 0:
-                pass
+        self.path.site.drain_queue()
 
     # ---- what happens at the node ----------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -63,7 +63,7 @@ from tests.support.lab.lab import ip
 from tests.support.lab.lab import run as command
 from tests.support.packets.packets import Talk, frame, tcp, udp
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
-from tests.support.table import table
+from tests.support.table import each_cells
 
 # ---- redirected past the stack -------------------------------------------------------------------
 
@@ -225,31 +225,23 @@ def hop_of(raw: bytes) -> dict[str, Any]:
     return dict(zip(HOP, NEXT_HOP.unpack(raw[-NEXT_HOP.size :]), strict=True))
 
 
-class NotRedirected(NamedTuple):
-    """A packet that goes up the stack although others are redirected."""
-
-    name: str
-    which: Vip = CLUSTER
-    role: Role = Role.HOST
-    forwards: bool = True
-
-
-NOT_REDIRECTED = table(
-    NotRedirected,
+@each_cells(
+    "which, role, forwards",
     """
 Local policy | LOCAL
 a ClusterIP that is not masqueraded | IP
 from a pod | CLUSTER | POD
 a node that does not forward | CLUSTER | HOST | no
 """,
+    which=lambda cell: Vip[cell or "CLUSTER"],
+    role=lambda cell: Role[cell or "HOST"],
+    forwards=lambda cell: cell != "no",
 )
-
-
-@pytest.mark.parametrize("row", NOT_REDIRECTED, ids=lambda row: row.name)
-def test_packet_that_the_stack_must_see_is_not_redirected(uplink: Path_, v: int, row: NotRedirected):
-    uplink.set_loopback_role(row.role)
-    own, front, back = ends_of(v, row.which)
-    with uplink.forwarding(row.forwards):
+def test_packet_that_the_stack_must_see_is_not_redirected(uplink: Path_, v: int, which, role, forwards):
+    """A packet that goes up the stack although others are redirected."""
+    uplink.set_loopback_role(role)
+    own, front, back = ends_of(v, which)
+    with uplink.forwarding(forwards):
         uplink.go_in(ask(own, front), ask(own, back))
 
 
@@ -332,7 +324,7 @@ def test_mode_direct_redirects_packets_of_all_clients(uplink: Path_, v: int, rol
 
 
 @pytest.mark.parametrize("kind", BACK)
-def test_port_used_by_conntrack_is_not_given(path: Path_, v: int, kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_port_used_by_conntrack_is_not_given(path: Path_, v: int, kind: str, monkeypatch):
     """A connection that a kube-proxy masquerades: we translate nothing of it, and its port is
     taken.
     """
@@ -358,7 +350,7 @@ def test_port_used_by_conntrack_is_not_given(path: Path_, v: int, kind: str, mon
     assert node not in {owner(one.raw) for one in shown}
 
 
-def test_starting_agent_reserves_conntracks_ports(path: Path_, monkeypatch: pytest.MonkeyPatch):
+def test_starting_agent_reserves_conntracks_ports(path: Path_, monkeypatch):
     """Also ports that were given while its programs were being attached; later ones are
     not read.
     """

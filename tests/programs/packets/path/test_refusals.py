@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import MAPS, REFUSAL_LIMIT, U32, U64, Reason, RefusalLimit
+from kbpf.dataplane.bpf.maps.layout import REFUSAL_LIMIT, U32, U64, Reason, RefusalLimit
 from kbpf.dataplane.bpf.packet_path.node_maps import write_refusal_limits
 from kbpf.kernel.system import sysctl
 from kbpf.model.address import parse_addr
@@ -196,18 +196,11 @@ def test_one_client_takes_half_of_the_resets(refusals: Refusals, v: int):
         assert all(peers.delete(peer_key(host, RefusalLimit.PEER_RESET)) for host in hosts)
 
 
-def test_evicted_client_is_limited_by_the_nodes_bucket(refusals: Refusals, v: int):
-    """A client whose entry was evicted may get six errors again, within the node's limit."""
+def test_clients_share_the_nodes_limit_of_icmp_errors(refusals: Refusals, v: int):
+    """So does a client whose entry was evicted, which counts as a new one."""
     refusals.set(EACH[v], 6)
     refusals.set(RefusalLimit.ICMP, 8)
-    host = OTHERS[v].format(190)
-    assert refusals.answers(v, "udp", [host] * 20) == 6
-    spent = U64.pack(time.monotonic_ns() + 6 * HOUR)
-    with refusals.path.site.pinned("refused_peers") as peers:
-        for number in range(4 * MAPS["refused_peers"].entries):
-            peers.update(number.to_bytes(16, "little"), spent)
-        peers.delete(peer_key(host, EACH[v]))  # as if the kernel had evicted it as the oldest
-    assert refusals.answers(v, "udp", [host] * 20) == 2
+    assert [refusals.answers(v, "udp", [OTHERS[v].format(host)] * 20) for host in (190, 191)] == [6, 2]
 
 
 SETTINGS = {

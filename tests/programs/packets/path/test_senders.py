@@ -36,7 +36,7 @@ from tests.support.lab.lab import ip, until
 from tests.support.lab.lab import run as command
 from tests.support.packets.packets import fragments, tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
-from tests.support.table import table
+from tests.support.table import each_cells
 
 BACKEND, OTHER, UPLINK, UPLINK2 = "backend", "other", "uplink", "uplink2"
 """The backend's device, another pod's, the device of the default route, and one without a route."""
@@ -159,19 +159,9 @@ def test_answer_counts_only_from_the_backends_device(node: Node, v: int, kind: s
     assert flow.states() == {TcpState.ANSWERED if device == BACKEND else TcpState.NEW}
 
 
-class Sender(NamedTuple):
-    """Who has the source of a packet, a client outside or the pod at the device `other`; the device that
-    it arrives on; and whether it begins a flow.
-    """
-
-    name: str
-    source: str
-    device: str
-    begins: bool
-
-
-SENDERS = table(
-    Sender,
+@pytest.mark.parametrize("kind", FIRST)
+@each_cells(
+    "source, device, begins",
     """
 a client outside | outside | uplink | yes
 a client outside, by another uplink | outside | uplink2 | yes
@@ -180,21 +170,19 @@ a pod | pod | other | yes
 a pod, forged by another one | pod | backend | no
 a pod, forged outside | pod | uplink | no
 """,
+    begins=bool,
 )
-
-
-@pytest.mark.parametrize("kind", FIRST)
-@pytest.mark.parametrize("sender", SENDERS, ids=lambda sender: sender.name)
-def test_who_begins_a_flow(node: Node, v: int, kind: str, sender: Sender):
-    """What does not is left to the stack, untouched and uncounted: it drops it, or whoever it
-    really belongs to gets the answer.
+def test_who_begins_a_flow(node: Node, v: int, kind: str, source, device, begins):
+    """Who has the source of a packet, a client outside or the pod at the device `other`; the device that it arrives on;
+    and whether it begins a flow. What does not is left to the stack, untouched and uncounted: it drops it, or
+    whoever it really belongs to gets the answer.
     """
-    flow = Flow(node.path, v, own=end((CLIENT if sender.source == "outside" else NEAR)[v], next(PORTS)))
+    flow = Flow(node.path, v, own=end((CLIENT if source == "outside" else NEAR)[v], next(PORTS)))
     packet, before = FIRST[kind](flow.own, flow.front), node.path.site.reasons()
-    verdict, got = node.come(packet, sender.device)
-    assert (node.path.site.reasons() - before)[Reason.NEW_FLOW] == sender.begins
-    assert (got == packet) == (not sender.begins)
-    assert bool(flow.entries()) == sender.begins
+    verdict, got = node.come(packet, device)
+    assert (node.path.site.reasons() - before)[Reason.NEW_FLOW] == begins
+    assert (got == packet) == (not begins)
+    assert bool(flow.entries()) == begins
     assert verdict != TC_ACT_SHOT
 
 
@@ -216,20 +204,9 @@ def test_a_table_for_packets_from_a_pod_does_not_lead_to_it(
     assert bool(flow.entries()) == begins
 
 
-class Past(NamedTuple):
-    """Packets between the client's port and the backend's own address, after a connection through the
-    Service: device, flags, number and ^ACK; "=" is the last ACK of that connection, "!" behind a packet
-    that is dropped. `end`: alive if that connection goes on afterwards.
-    """
-
-    name: str
-    before: str
-    packets: str
-    end: str = ""
-
-
-PAST = table(
-    Past,
+@both_policies
+@each_cells(
+    "before, packets, end",
     """
 a SYN by another pod | LIVE FA | other:S99 | alive
 data by another pod | LIVE FA | other:A1000 | alive
@@ -244,20 +221,18 @@ a backend in TIME_WAIT, it accepts | LIVE <FA FA <A | uplink:S99 backend:<= upli
 a backend in TIME_WAIT, it refuses | LIVE <FA FA <A | uplink:S99 backend:<= uplink:R1 uplink:S99 backend:<RA7^100
 """,
 )
-
-
-@both_policies
-@pytest.mark.parametrize("row", PAST, ids=lambda row: row.name)
-def test_packets_past_the_service_end_no_connection_through_it(node: Node, v: int, which: int, row: Past):
-    """Whoever can send as the backend does not know the number of the client's SYN. Once the
-    connection has ended, the client may connect to the backend itself, which may remember it: it
+def test_packets_past_the_service_end_no_connection_through_it(node: Node, v: int, which: int, before, packets, end):
+    """Packets between the client's port and the backend's own address, after a connection through the Service: device,
+    flags, number and ^ACK; "=" is the last ACK of that connection, "!" behind a packet that is dropped. `end`: alive
+    if that connection goes on afterwards. Whoever can send as the backend does not know the number of the client's
+    SYN. Once the connection has ended, the client may connect to the backend itself, which may remember it: it
     answers the SYN with an ACK (RFC 9293, 3.10.7.4), until the client resets its new connection.
     """
-    flow = node.converse(v, which, row.before.replace("LIVE", LIVE))
-    late = flow.packet("<A+") if row.end else b""
+    flow = node.converse(v, which, before.replace("LIVE", LIVE))
+    late = flow.packet("<A+") if end else b""
     flow.source = flow.own
     remembered = flow.packet("<A")
-    for step in row.packets.split():
+    for step in packets.split():
         device, back, flags, seq, ack, dropped = re.fullmatch(r"(\w+):(<?)([A-Z]+|=)(\d*)\^?(\d*)(!?)", step).groups()
         ends = (flow.back, flow.own) if back else (flow.own, flow.back)
         packet = remembered if flags == "=" else tcp(*ends, flags=flags, seq=int(seq), ack=int(ack or 0))
@@ -265,7 +240,7 @@ def test_packets_past_the_service_end_no_connection_through_it(node: Node, v: in
             assert node.come(packet, device)[0] == TC_ACT_SHOT, step
         else:
             node.expect_untouched(packet, device)
-    if row.end:
+    if end:
         _, got = node.come(late, BACKEND)
         assert parsed(got).source == flow.front
 

@@ -87,7 +87,7 @@ def test_a_rehearsal_leaves_nothing(path: Path_, rehearsal: Rehearsal):
     assert contents(path.site) == before
 
 
-def test_a_rehearsal_needs_the_pinned_programs(path: Path_, artifact_cache: Path, tmp_path: Path):
+def test_a_rehearsal_needs_the_pinned_programs(path: Path_, artifact_cache: Path, tmp_path):
     with pytest.raises(NotFoundError, match="another kbpf"):
         Rehearsal(Pins(tmp_path), artifact_cache)
     with pytest.raises(NotFoundError, match="not compiled here"):

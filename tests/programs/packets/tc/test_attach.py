@@ -123,9 +123,7 @@ def test_no_packet_is_lost_while_a_program_is_moved(
 # ---- reading back ------------------------------------------------------------------------------
 
 
-def test_a_pin_that_is_deleted_while_the_list_is_read_is_not_in_it(
-    net: Net, programs: list[Program], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_pin_that_is_deleted_while_the_list_is_read_is_not_in_it(net: Net, programs: list[Program], monkeypatch):
     """The agent may detach a program while a command lists all."""
     net.attach(AttachMethod.TCX, programs[0], Direction.INGRESS)
     (pin,) = net.folder.iterdir()
@@ -161,9 +159,7 @@ def test_unfinished_attachment_is_repeated(net: Net, programs: list[Program]):
 
 
 @needs("tcx")
-def test_device_deleted_before_the_replacement_is_no_error(
-    net: Net, programs: list[Program], monkeypatch: pytest.MonkeyPatch
-):
+def test_device_deleted_before_the_replacement_is_no_error(net: Net, programs: list[Program], monkeypatch):
     current = program_id(programs[0])
 
     def goes(*_: object) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How programs on devices share a hook with foreign programs, and the place among them that the device thread keeps."""
 
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,16 +9,13 @@ import pytest
 from kbpf.dataplane.bpf.packet_path import attach
 from kbpf.dataplane.bpf.packet_path.attach import MAX_MOVES, DeviceAttachments, DeviceReport
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf.clsact import Direction, Filter, FilterIdentity
+from kbpf.kernel.bpf.clsact import Direction, FilterIdentity
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
 from kbpf.kernel.bpf.uapi import BPF_F_BEFORE
 from kbpf.kernel.net.devices import list_devices
-from kbpf.kernel.net.uapi import NLM_F_EXCL
 from tests.programs.packets.tc.net import Net, both_directions, both_ways, idle, program_id
 from tests.support.features import needs
-
-ETH_P_ALL = 3
 
 # ---- foreign programs --------------------------------------------------------------------------
 
@@ -92,30 +88,6 @@ def test_clsact_filter_beside_a_priority_of_another_kind(net: Net, programs: lis
     net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[0]))
     shown = net.tc(f"filter show dev here {direction}")
     assert ("pref 1 bpf" in shown, "pref 2 " in shown) == (True, False)
-    assert net.misplaced() == [False]
-
-
-@pytest.mark.parametrize("priority", [2, 0xFFFF])
-@both_directions
-def test_clsact_filter_of_an_earlier_version_is_moved(
-    net: Net, programs: list[Program], direction: Direction, priority: int
-):
-    """Earlier versions used priority 2 in both directions, and later the last one at egress."""
-    index = net.index("here")
-
-    def attach_as_before(tc: TcAttacher) -> None:
-        handle = FilterIdentity().handle
-        place = Filter("bpf", priority, socket.htons(ETH_P_ALL), handle, "kbpf", 0)
-        tc._filters._write(index, direction, programs[0], place, NLM_F_EXCL)
-
-    net.tc("qdisc add dev here clsact")
-    net.ours(AttachMethod.CLSACT, attach_as_before)
-    assert net.misplaced() == [True]
-    net.attach(AttachMethod.CLSACT, programs[1], direction)
-    assert [attachment.program_id for attachment in net.attached()] == [program_id(programs[1])]
-    net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[1]))
-    shown = net.tc(f"filter show dev here {direction}")
-    assert ("pref 1 bpf" in shown, f"pref {priority} " in shown) == (True, False)
     assert net.misplaced() == [False]
 
 
@@ -220,7 +192,7 @@ def test_a_program_in_front_is_passed_a_few_times_an_hour(
     ours: Program,
     how: AttachMethod,
     direction: Direction,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     now = [0.0]
     monkeypatch.setattr(attach.time, "monotonic", lambda: now[0])
@@ -242,18 +214,3 @@ def test_a_program_in_front_is_passed_a_few_times_an_hour(
                 assert is_first(net, how, ours, direction)
             if how is AttachMethod.TCX:
                 remove()
-
-
-@needs("tcx")
-@both_directions
-def test_an_upgrade_moves_the_link_of_an_earlier_version(net: Net, ours: Program, direction: Direction):
-    """Earlier versions attached their links after the programs that were there."""
-    devices = DeviceAttachments(net.folder, patterns=("here",))
-    with idle("theirs") as theirs, idle("older") as older:
-        sync(net, devices, older)
-        remove = attach_in_front(net, AttachMethod.TCX, theirs, direction)
-        assert not is_first(net, AttachMethod.TCX, older, direction)
-        report = sync(net, DeviceAttachments(net.folder, patterns=("here",)), ours)
-        assert (report.replaced, report.moved) == (2, 1)
-        assert net.tcx(direction) == [program_id(ours), program_id(theirs)]
-        remove()

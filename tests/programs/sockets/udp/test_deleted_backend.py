@@ -24,7 +24,7 @@ from tests.programs.sockets.udp.bench import DNS, WEB, WEB6, Bench, answer, edit
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE
 from tests.support.plane import desired, flush, service
-from tests.support.table import each_row, table
+from tests.support.table import each_cells, each_row, table
 
 # ---- the end of a backend ----------------------------------------------------------------------
 
@@ -90,9 +90,7 @@ def test_formerly_connected_socket_chooses_a_new_backend(bench: Bench, how: str)
     pod.ask("drop", keep="s")
 
 
-def test_connected_socket_that_connects_again_keeps_a_backend_that_serves(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-):
+def test_connected_socket_that_connects_again_keeps_a_backend_that_serves(bench: Bench, monkeypatch):
     """Until that has left, although it still serves another Service and the socket lives."""
     bench.web("one two", dns="one two")
     pod = bench["pod"]
@@ -129,7 +127,7 @@ def test_backend_that_serves_again_within_the_grace_period_keeps_its_new_sockets
         assert s() == "one"
 
 
-def test_backend_that_serves_again_keeps_its_new_sockets_during_a_pass(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+def test_backend_that_serves_again_keeps_its_new_sockets_during_a_pass(bench: Bench, monkeypatch):
     """The pass that cuts clients off it takes longer than the change after which it serves again.
     A client connects as soon as that is written.
     """
@@ -202,7 +200,7 @@ def test_unconnected_sockets_of_a_deleted_backend_choose_again(bench: Bench, row
         assert s() == "three"
 
 
-def test_a_flood_of_cuts_is_bounded_and_delays_no_other_service(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+def test_a_flood_of_cuts_is_bounded_and_delays_no_other_service(bench: Bench, monkeypatch):
     """Another Service's endpoints are all replaced again and again, and no pass has time to end.
     A socket that was silent meanwhile chooses another backend all the same.
     """
@@ -251,22 +249,12 @@ def test_terminating_backend_keeps_its_clients(bench: Bench):
         assert (connected(), loose()) == ("cut", "two")
 
 
-def test_tcp_connection_outlives_its_service(bench: Bench):
-    bench.serve(service("web", "10.96.0.1:80", bench.to("one")))
-    bench["pod"].tcp("10.96.0.1", 80, keep="t")
-    assert bench.held() == {"sock_peers": 1}
-    bench.serve()
-    flush(bench.plane)
-    assert bench["pod"].ask("talk", keep="t")["name"] == "one"
-    bench["pod"].ask("drop", keep="t")
-
-
 def raise_error(*_: Any) -> None:
     raise KernelError("cannot write", "map", errno=errno.ENOMEM)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "an apply fails meanwhile"])
-def test_connect_during_a_flip_is_cut_with_the_old_set(bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: bool):
+def test_connect_during_a_flip_is_cut_with_the_old_set(bench: Bench, monkeypatch, fails: bool):
     """connect() read the frontend before the flip and finished after the first pass."""
     bench.web("one")
     with contextlib.ExitStack() as stack:
@@ -319,9 +307,7 @@ FAILURES = [
 
 @pytest.mark.parametrize("removed", [False, True], ids=["backend", "Service"])
 @pytest.mark.parametrize(("where", "name"), FAILURES, ids=[name for _, name in FAILURES])
-def test_sockets_are_cut_after_a_failed_apply(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, removed: bool
-):
+def test_sockets_are_cut_after_a_failed_apply(bench: Bench, monkeypatch, where: Any, name: str, removed: bool):
     """The next apply() cuts them, even if some object cannot be read. Clients of a Service that
     could not be read keep their backends.
     """
@@ -356,42 +342,32 @@ def test_sendto_on_a_connected_socket_keeps_its_backend(bench: Bench):
             assert answer(s)[1] == ("10.96.0.1", 53)
 
 
-class Move(NamedTuple):
-    """A frontend of the first Service, and what the first and the second Service have later."""
-
-    name: str
-    before: str
-    first: str
-    second: str = ""
-
-
-MOVES = table(
-    Move,
+@pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
+@each_cells(
+    "before, first, second",
     """
 the address goes to another Service  | 192.0.2.9:53 |              | 192.0.2.9:53
 the port changes                     | 192.0.2.9:53 | 192.0.2.9:54
 the NodePort goes to another Service | {node}:30053 |              | {node}:30053
 """,
 )
-
-
-@pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
-@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.name)
-def test_sockets_leave_a_frontend_that_moved(bench: Bench, move: Move, connected: bool):
-    """Both Services and their backends stay; only the address has moved."""
+def test_sockets_leave_a_frontend_that_moved(bench: Bench, before, first, second, connected: bool):
+    """A frontend of the first Service, and what the first and the second Service have later. Both Services and their
+    backends stay; only the address has moved.
+    """
 
     def state(number: int, also: str) -> ServiceState:
         kind = also.replace("{node}", "NodePort=0.0.0.0").replace("192", "ExternalIP=192")
         to = bench.to("one" if number == 1 else "two")
         return service(f"moves{number}", f"10.96.0.{number}:53 {kind}", to, Protocol.UDP)
 
-    bench.serve(state(1, move.before), state(2, ""))
-    host, _, port = move.before.format(node=bench.node.ip).rpartition(":")
+    bench.serve(state(1, before), state(2, ""))
+    host, _, port = before.format(node=bench.node.ip).rpartition(":")
     with kept(bench["pod"], host, connected, int(port)) as s:
-        bench.serve(state(1, move.first), state(2, move.second))
+        bench.serve(state(1, first), state(2, second))
         if connected:
             assert s() == "cut"
-        elif move.second:
+        elif second:
             assert s() == "two"
         else:
             assert s(timeout=0.5) == "timeout", "no Service has this frontend any more"
