@@ -371,7 +371,7 @@ int tc_choose(struct __sk_buff *skb)
 	if ((!has_snat(flow) && (c.flags & SERVICE_CLUSTER_IP)) ||
 	    same_target(&flow->backend, &flow->frontend))
 		s->begin &= ~BEGIN_UNTRACKED;
-	if (has_snat(flow) || (n->flags & NODE_DIRECT) ||
+	if (has_snat(flow) || (n->flags & NODE_DIRECT) || (s->begin & BEGIN_UNTRACKED) ||
 	    (device->role == ROLE_POD && !(device->flags & DEVICE_PEER)))
 		return go(skb, TAIL_ROUTE);
 	return begin_flow(skb, s);

@@ -486,20 +486,20 @@ def test_no_key_of_a_refused_flow_stays(field: Field):
 def unseen() -> Iterator[Field]:
     """Pods whose devices have no programs."""
     with Field("--forwarding", "netfilter", "--exclude-device", "p*", name="cu", agents=1) as made:
-        made.create(*made.all_of("17 27:UDP -> a1 a2"))
+        made.create(*made.all_of("17 27:UDP -> a1 a2\n18 28:UDP -> a1 a2 external=Local"))
         made.settle()
         yield made
 
 
-@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["tcp", "udp"])
+@pytest.mark.parametrize("number", [17, 18, 27, 28])
 @both_families
-def test_a_flow_that_leaves_by_a_device_without_programs_keeps_its_backend(
-    unseen: Field, kind: socket.SocketKind, v6: bool
-):
-    with connected(
-        unseen["outside"], PORT, at("NodePort", 17 if kind is socket.SOCK_STREAM else 27, v6), kind
-    ) as client:
+def test_a_flow_that_leaves_by_a_device_without_programs_counts_at_once(unseen: Field, number: int, v6: bool):
+    """Without a key, no refused flows of others end it."""
+    before, kind = unseen.agent.reasons()[Reason.NEW_FLOW], socket.SOCK_STREAM if number < 20 else socket.SOCK_DGRAM
+    with connected(unseen["outside"], PORT, at("NodePort", number, v6), kind) as client:
         assert len({exchange(client) for _ in range(8)} - {""}) == 1
+        assert unseen.agent.reasons()[Reason.NEW_FLOW] - before == 1
+        assert not unseen.agent.entries("unconfirmed")
 
 
 @pytest.mark.parametrize("port", [30_021, 31_999], ids=["a NodePort's number", "another"])
