@@ -474,8 +474,11 @@ no client is outside
 + client.outside = false;
 # tc/devices.h CONNTRACK
 a fragment in the node's name passes
-- return p->fragment != WHOLE && uses_conntrack() && n &&
-+ return false && n &&
+- (opens || is_nodes_own(&p->tuple.from.address, n));
++ opens;
+the beginning of a divided SYN passes
+- (opens || is_nodes_own(&p->tuple.from.address, n));
++ is_nodes_own(&p->tuple.from.address, n);
 # tc/conntrack.h CONNTRACK
 forged answers pass
 - return !same_target(&p->tuple.to, &event->backend);
@@ -493,14 +496,11 @@ flows that leave unseen are refused
 - unseen = (s->begin & BEGIN_UNSEEN) ||
 + unseen = false ||
 an answer just ahead of the first packet counts
-- is_answered(skb, &first, false)) /* begins_again() follows */
-+ false)
-a SYN that the kernel divides again passes
-- if ((t->to.protocol == IPPROTO_TCP && s->packet.fragment != WHOLE) ||
-+ if (
-refused flows stay
-- if (expire)
+- if (is_answered(skb, &first, false)) /* begins_again() follows */
 + if (false)
+refused flows stay
+- if (expire && (opts.protocol
++ if (false && (opts.protocol
 the first packet to the node may be called established
 - skb->priority = PRIORITY_OF_FIRST
 + skb->priority = 0

@@ -34,6 +34,7 @@
 #define IP_CT_DIR_REPLY 1
 #define IPS_SEEN_REPLY (1 << 1)
 #define IPS_DST_NAT (1 << 5)
+#define TCP_CONNTRACK_ESTABLISHED 3
 #define TCP_CONNTRACK_TIME_WAIT 7
 #define TCP_CONNTRACK_CLOSE 8
 #define NF_NAT_MANIP_SRC 0
@@ -282,69 +283,77 @@ static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct
 	return go(skb, TAIL_UNCONFIRMED);
 }
 
-/* Removes both keys of the flow that has one with these ends, if there is one. `key`: room for one,
- * since the stack is short. */
-static __always_inline void forget_flow(struct flow_key *key, const struct target *client,
-					const struct target *server)
+/* Removes both keys of the flow of which these are the ends of one, if there is one. `first`: of
+ * its first key. False: the key is the other one of a flow, whose endpoint is another Service's
+ * frontend. `key`: room for one, since the stack is short. */
+static __always_inline bool forget_flow(struct flow_key *key, const struct target *client,
+					const struct target *server, bool first)
 {
 	struct event *event, *twin;
 
 	*key = flow_key_of(client, server);
 	event = unconfirmed.lookup(key);
 	if (!event)
-		return;
-	*key = flow_key_of(&event->client, same_target(server, &event->frontend)
-						   ? &event->backend
-						   : &event->frontend);
+		return true;
+	if (!same_target(server, first ? &event->frontend : &event->backend))
+		return false;
+	*key = flow_key_of(&event->client, first ? &event->backend : &event->frontend);
 	twin = unconfirmed.lookup(key);
 	if (twin && twin->time == event->time) /* not of a later flow */
 		unconfirmed.delete(key);
 	*key = flow_key_of(client, server);
 	unconfirmed.delete(key);
+	return true;
 }
 
 /* The rules of the host have let a packet of this flow pass, which `t` identifies. */
 static __always_inline void confirm(struct scratch *s, const struct tuple *t, struct event *event)
 {
-	bool by_node = same_target(&t->from, &event->frontend); /* an answer */
+	bool answers =
+		same_target(&t->from, &event->frontend) || same_target(&t->from, &event->backend);
+	const struct target *server = answers ? &t->from : &t->to;
 
 	confirm_flow(event);
-	forget_flow(&s->queued.key, by_node ? &t->to : &t->from, by_node ? &t->from : &t->to);
+	forget_flow(&s->queued.key, answers ? &t->to : &t->from, server,
+		    same_target(server, &event->frontend));
 }
 
-/* Whether a packet of no flow of ours that leaves by a device may be the first one of a flow: a
+/* Whether a packet of no flow of ours that leaves by a device is the first one of a flow: a
  * client's to the backend, or an answer that the node itself has sent. */
 static __always_inline bool leaves_first(struct __sk_buff *skb, const struct packet *p)
 {
 	struct event *event;
 
-	if ((p->protocol == IPPROTO_TCP && !(p->tcp_flags & TCP_SYN) && p->fragment == WHOLE) ||
-	    !uses_conntrack())
+	if ((p->protocol == IPPROTO_TCP && !(p->tcp_flags & TCP_SYN)) || !uses_conntrack())
 		return false;
 	event = find_unconfirmed(&p->tuple);
-	return event && ((same_target(&p->tuple.to, &event->backend) &&
-			  (starts_flow(p) || p->fragment != WHOLE)) ||
+	return event && ((same_target(&p->tuple.to, &event->backend) && starts_flow(p)) ||
 			 (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex));
 }
 
-/* Whether conntrack has seen an answer to this client. `expire`: its entry goes. */
+/* Whether conntrack has seen an answer to this client. `expire`: its entry goes, unless it is that
+ * of an open TCP connection. */
 static __always_inline bool is_answered(struct __sk_buff *skb, const struct tuple *t, bool expire)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t->to.protocol};
 	bool answered, v6 = !is_v4(&t->to.address);
 	void *ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, t, v6, &opts);
+	u8 state;
 
 	if (!ct)
 		return false;
 	answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
-	if (expire)
+	state = *(volatile u8 *)(ct + offset_of_tcp_state());
+	if (expire && (opts.protocol != IPPROTO_TCP || state < TCP_CONNTRACK_ESTABLISHED ||
+		       state >= TCP_CONNTRACK_TIME_WAIT))
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
 	return answered;
 }
 
 /* Takes the oldest flow from the queue. The rules of the host have refused its packet, and its
- * entry has to go, also if a forged answer has reached it. `oldest`: room for its key, since the
+ * entry has to go, also if a forged answer has reached it; that makes no TCP connection of it
+ * (is_forged_fragment()). One that is open leaves unseen. `oldest`: room for its key, since the
  * stack is short. */
 static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfirmed_key *oldest)
 {
@@ -362,7 +371,8 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 	first_key = flow_key_of(&tuple.from, &tuple.to);
 	first = unconfirmed.lookup(&first_key);
 	if (first && first->time == oldest->time) {
-		is_answered(skb, &tuple, true);
+		if (is_answered(skb, &tuple, true))
+			confirm_flow(event);
 		is_answered(skb, &tuple, true); /* this look-up deletes it */
 		unconfirmed.delete(&first_key);
 	}
@@ -383,16 +393,17 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 
 	describe_event(&event, flow, NEW_FLOW);
 	event.time = flow->last_used;
+	seen.port = __builtin_bswap16(port);
+	if (has_snat(flow))
+		seen.address = flow->snat;
+	/* Of earlier flows, whose entries are gone: their other keys would stay for ever. */
+	if (!forget_flow(&queued->key, &seen, &flow->backend, false) ||
+	    !forget_flow(&queued->key, &flow->client, &flow->frontend, true))
+		return false;
 	if (unseen) {
 		confirm_flow(&event);
 		return true;
 	}
-	seen.port = __builtin_bswap16(port);
-	if (has_snat(flow))
-		seen.address = flow->snat;
-	/* Refused ones, by other frontends: their other keys would stay for ever. */
-	forget_flow(&queued->key, &seen, &flow->backend);
-	forget_flow(&queued->key, &flow->client, &flow->frontend);
 	queued->key = flow_key_of(&seen, &flow->backend);
 	if (unconfirmed.update(&queued->key, &event))
 		return false;
@@ -408,7 +419,7 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 		}
 	}
 	/* Without its key in the queue it would stay for ever. */
-	forget_flow(&queued->key, &seen, &flow->backend);
+	forget_flow(&queued->key, &seen, &flow->backend, false);
 	return false;
 }
 
@@ -460,8 +471,7 @@ static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s
 }
 
 /* The first packet of a flow leaves: the rules of the host have let it pass, unless it was taken
- * for one of an established connection, since an answer was just ahead of it. A SYN that the kernel
- * divides again has come in fragments, which only conntrack could read. */
+ * for one of an established connection, since an answer was just ahead of it. */
 static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *s)
 {
 	struct tuple *t = &s->packet.tuple, first;
@@ -472,8 +482,7 @@ static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *
 	if (same_target(&t->to, &event->backend)) {
 		first.from = event->client;
 		first.to = event->frontend;
-		if ((t->to.protocol == IPPROTO_TCP && s->packet.fragment != WHOLE) ||
-		    is_answered(skb, &first, false)) /* begins_again() follows */
+		if (is_answered(skb, &first, false)) /* begins_again() follows */
 			return finish(TC_ACT_SHOT, INVALID);
 	}
 	confirm(s, t, event);

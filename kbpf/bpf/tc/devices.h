@@ -73,15 +73,19 @@ static __always_inline bool uses_conntrack(void)
 	return n && (n->flags & NODE_NETFILTER);
 }
 
-/* Whether a fragment that arrives seems to come from this node itself. Conntrack reassembles
- * fragments before the stack drops them, and may have another first one than the programs. */
+/* Whether an arriving fragment is a forgery. Conntrack reassembles fragments before the stack drops
+ * them, and may have another first one than the programs. So none may be in the name of this node,
+ * whose answers nobody else sees leave, nor the beginning of a SYN or SYN-ACK, which no sender
+ * divides, or of a header without flags. */
 static __always_inline bool is_forged_fragment(struct packet *p)
 {
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
+	bool opens = p->fragment == FIRST && p->protocol == IPPROTO_TCP &&
+		     (!p->tcp_flags || (p->tcp_flags & TCP_SYN));
 
 	return p->fragment != WHOLE && uses_conntrack() && n &&
-	       is_nodes_own(&p->tuple.from.address, n);
+	       (opens || is_nodes_own(&p->tuple.from.address, n));
 }
 
 /* Whether a socket of the node receives packets with these ends (struct bpf_sock_tuple), if they

@@ -260,6 +260,10 @@ FORGERIES = {
     ),
     "a SYN-ACK": Forgery(lambda e: [_syn_ack(e)], number=11),
     "a SYN-ACK in fragments": Forgery(lambda e: packets.fragments(_syn_ack(e), 28), number=11, v6=(False,)),
+    "the beginning of a SYN-ACK": Forgery(lambda e: packets.fragments(_syn_ack(e), 36)[:1], number=11, v6=(False,)),
+    "the beginning of a SYN-ACK without flags": Forgery(
+        lambda e: packets.fragments(_syn_ack(e), 28)[:1], number=11, v6=(False,)
+    ),
     "an ACK": Forgery(lambda e: [packets.tcp(e.backend, e.masqueraded, flags="A", seq=5000, ack=7)], number=11),
     "an ICMP error": Forgery(partial(_error, "port unreachable")),
     "an answer with a source route": Forgery(partial(_answer, options=LSRR), v6=(False,)),
@@ -441,25 +445,6 @@ def test_an_answer_just_ahead_of_the_first_packet_to_the_node_establishes_nothin
         refused.send(last)
         until("it is dropped", lambda: int(re.findall(r"packets (\d+)", nat_table(node))[0]) > 0)
         assert {*counted(node, "accept"), *counted(node, "drop")} == {0}
-
-
-def test_a_syn_in_fragments_around_a_refused_one_establishes_nothing(field: Field):
-    """Its first fragment comes before the entry, and its last one after an answer."""
-    with nft_table(field.lab.nodes[0], "inet guard", GUARD):
-        refused = Refused.of(field, 14, False)  # no other test has left a key of it
-        e = refused.ends
-        (first, *rest), (evicting, *_) = (
-            packets.fragments(packets.tcp(e.client, e.frontend, flags="S", seq=1000, df=False, ip_id=ip_id), 28)
-            for ip_id in (1, 1 + FRAGMENTS_PER_CLIENT)
-        )
-        refused.send(first, evicting)
-        refused.ask()
-        _see_answer(field, e, "tcp")
-        before = field.agent.reasons()[Reason.INVALID]
-        with Wire(field["a1"].netns, "eth0", tap=True) as wire:
-            refused.send(*rest)
-            until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] > before)
-            assert wire.soon(lambda packet: packet.protocol == "tcp", 0.2) is None
 
 
 def nat_table(node: Node) -> str:
