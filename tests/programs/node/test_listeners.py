@@ -18,7 +18,7 @@ from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.config import IPVS_DEVICE
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
-from tests.support.lab.lab import until
+from tests.support.lab.lab import settled, until
 from tests.support.lab.namespace import Namespace
 from tests.support.table import each_cells, table
 
@@ -125,6 +125,7 @@ a route | route add 198.18.1.5/32 dev lo |
 def test_the_nodes_addresses_are_those_that_the_kernel_accepts(namespace: Namespace, commands, networks):
     """Commands of `ip`, and the networks of which the node has all addresses."""
     namespace.ip("link set lo up", "link add dev0 type bridge", "link set dev0 up", *commands.split("; "))
+    settled(namespace.name, *(network for network in networks.split() if ":" in network and "/" not in network))
     found = namespace.do(read_node_addresses)
     assert [*map(format_addr, found), *map(str, found.networks)] == networks.split()
 
