@@ -474,11 +474,11 @@ no client is outside
 + client.outside = false;
 # tc/devices.h CONNTRACK
 a fragment in the node's name passes
-- (opens || is_nodes_own(&p->tuple.from.address, n));
-+ opens;
+- return is_nodes_own(&p->tuple.from.address, n);
++ return false;
 the beginning of a divided SYN passes
-- (opens || is_nodes_own(&p->tuple.from.address, n));
-+ is_nodes_own(&p->tuple.from.address, n);
+- (!p->tcp_flags || (p->tcp_flags & TCP_SYN)))
++ false)
 # tc/conntrack.h CONNTRACK
 forged answers pass
 - return !same_target(&p->tuple.to, &event->backend);

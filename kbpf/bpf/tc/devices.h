@@ -81,11 +81,13 @@ static __always_inline bool is_forged_fragment(struct packet *p)
 {
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
-	bool opens = p->fragment == FIRST && p->protocol == IPPROTO_TCP &&
-		     (!p->tcp_flags || (p->tcp_flags & TCP_SYN));
 
-	return p->fragment != WHOLE && uses_conntrack() && n &&
-	       (opens || is_nodes_own(&p->tuple.from.address, n));
+	if (p->fragment == WHOLE || !n || !(n->flags & NODE_NETFILTER))
+		return false;
+	if (p->fragment == FIRST && p->protocol == IPPROTO_TCP &&
+	    (!p->tcp_flags || (p->tcp_flags & TCP_SYN)))
+		return true;
+	return is_nodes_own(&p->tuple.from.address, n);
 }
 
 /* Whether a socket of the node receives packets with these ends (struct bpf_sock_tuple), if they
