@@ -22,10 +22,9 @@ import yaml
 
 from tests.support import plane
 from tests.support.build.prometheus import promtool
-from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube import Kube, Object
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
-from tests.support.cluster.kube_proxy import KubeProxy
+from tests.support.cluster.kube_proxy import KubeProxy, lab_for_proxies
 from tests.support.lab.lab import Agent, Lab, Node, Place, until
 from tests.support.lab.web import Got, get
 from tests.support.prometheus import Family, parse
@@ -170,12 +169,7 @@ def targets(job: dict, nodes: Iterable[Node], folder: Path) -> list[dict[str, st
 @pytest.fixture(scope="module")
 def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
     with contextlib.ExitStack() as stack:
-        lab = stack.enter_context(Lab(2, "ob", apart=True))
-        api = stack.enter_context(ApiServer(address=lab.outside_ip, netns=lab.outside))
-        kube = stack.enter_context(api.kube())
-        for each in lab.nodes:
-            kube.create(node(each.name, each.ip, each.ip6))
-        config = api.kubeconfig(lab.folder / "kubeconfig", "kbpf")
+        lab, kube, config = stack.enter_context(lab_for_proxies(2, "ob"))
         # Both must answer on the same addresses; the default of kube-proxy's nftables mode differs.
         every = "0.0.0.0/0,::/0"
         proxy = KubeProxy(lab.nodes[1], "nftables", config, f"--nodeport-addresses={every}")

@@ -22,12 +22,11 @@ from kbpf.kernel.bpf.tc import ATTACH_TYPE
 from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_HASH
 from tests.lab.outside.netfilter import flush_conntrack, nft_table
 from tests.programs.packets.tc.net import NEXT, PAIR, recording
-from tests.support.cluster.apiserver import ApiServer
-from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
-from tests.support.cluster.kube_proxy import KubeProxy
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, port, service, slice_port
+from tests.support.cluster.kube_proxy import KubeProxy, lab_for_proxies
 from tests.support.features import needs
 from tests.support.lab.field import OUT4, there
-from tests.support.lab.lab import PATIENCE, Agent, Lab, Node, Place, inside, ip, on, run, until
+from tests.support.lab.lab import PATIENCE, Agent, Node, Place, inside, ip, on, run, until
 from tests.support.lab.podnet import gate
 from tests.support.plane import start_within, within
 from tests.support.table import table
@@ -72,12 +71,8 @@ class Site(NamedTuple):
 @pytest.fixture(scope="module")
 def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
     with contextlib.ExitStack() as stack:
-        lab = stack.enter_context(Lab(len(PROXIES), "po", apart=True))
-        api = stack.enter_context(ApiServer(address=lab.outside_ip, netns=lab.outside))
-        kube = stack.enter_context(api.kube())
-        config = api.kubeconfig(lab.folder / "kubeconfig", "kbpf")
+        lab, kube, config = stack.enter_context(lab_for_proxies(len(PROXIES), "po"))
         for each in lab.nodes:
-            kube.create(node(each.name, each.ip, each.ip6))
             for name in ("Cluster", "Local"):
                 each.pod(f"{name.lower()}{each.number}").serve(8080)
         for home, name in product(lab.nodes, SERVICES):

@@ -20,11 +20,10 @@ from typing import NamedTuple
 import pytest
 
 from tests.lab.outside.netfilter import nft
-from tests.support.cluster.apiserver import ApiServer
-from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
-from tests.support.cluster.kube_proxy import KubeProxy
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, port, service, slice_port
+from tests.support.cluster.kube_proxy import KubeProxy, lab_for_proxies
 from tests.support.lab.field import WAIT
-from tests.support.lab.lab import PATIENCE, Agent, Lab, Node, Place, ip, on, until
+from tests.support.lab.lab import PATIENCE, Agent, Node, Place, ip, on, until
 from tests.support.lab.podnet import gate
 from tests.support.plane import start_within
 from tests.support.table import table
@@ -68,13 +67,9 @@ Site = dict[tuple[str, str], Place]
 @pytest.fixture(scope="module")
 def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
     with contextlib.ExitStack() as stack:
-        lab = stack.enter_context(Lab(len(SIDES), "op", apart=True))
-        api = stack.enter_context(ApiServer(address=lab.outside_ip, netns=lab.outside))
-        kube = stack.enter_context(api.kube())
-        config = api.kubeconfig(lab.folder / "kubeconfig", "kbpf")
+        lab, kube, config = stack.enter_context(lab_for_proxies(len(SIDES), "op"))
         clients = {}
         for home, side in zip(lab.nodes, SIDES, strict=True):
-            kube.create(node(home.name, home.ip, home.ip6))
             home.pod(f"s{home.number}").serve(8080, udp=(8080,))
             clients |= {(side, "host"): home.host, (side, "pod"): home.pod(f"c{home.number}")}
             for place in clients[side, "host"], clients[side, "pod"]:

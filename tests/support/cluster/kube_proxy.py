@@ -9,11 +9,15 @@ it: its rules stay.
 
 import contextlib
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 from tests.support.build import go_build
-from tests.support.lab.lab import DIE_WITH_US, PATIENCE, Node, inside, until
+from tests.support.cluster.apiserver import ApiServer
+from tests.support.cluster.kube import Kube
+from tests.support.cluster.kube_objects import node
+from tests.support.lab.lab import DIE_WITH_US, PATIENCE, Lab, Node, inside, until
 
 QUIET = (
     # Not these sysctls: they are the whole machine's, not the namespace's.
@@ -22,6 +26,21 @@ QUIET = (
     "--conntrack-tcp-timeout-established=0",
     "--conntrack-tcp-timeout-close-wait=0",
 )
+
+
+@contextlib.contextmanager
+def lab_for_proxies(nodes: int, name: str) -> Iterator[tuple[Lab, Kube, Path]]:
+    """A lab whose outside machine has an API server with its Nodes; a client of this server, and the
+    kubeconfig for proxies.
+    """
+    with (
+        Lab(nodes, name, apart=True) as lab,
+        ApiServer(address=lab.outside_ip, netns=lab.outside) as api,
+        api.kube() as kube,
+    ):
+        for each in lab.nodes:
+            kube.create(node(each.name, each.ip, each.ip6))
+        yield lab, kube, api.kubeconfig(lab.folder / "kubeconfig", "kbpf")
 
 
 class KubeProxy:
