@@ -515,15 +515,35 @@ int tc_unconfirmed(struct __sk_buff *skb)
 	return judge_claimed_port(skb, s, s->packet.v6);
 }
 
+/* Writes an entry that translates the packet's flow, from `port` of its client (host byte order).
+ * Returns a reference to it. `reason`: why there is none. */
+static __always_inline void *write_entry(struct __sk_buff *skb, const struct packet *p,
+					 const struct flow *flow, u16 port, enum reason *reason)
+{
+	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = p->protocol};
+	struct address backend = nf_address(&flow->backend.address, p->v6);
+	struct address source =
+		nf_address(has_snat(flow) ? &flow->snat : &flow->client.address, p->v6);
+	void *ct = CALL_FOR_TUPLE(bpf_skb_ct_alloc, skb, &p->tuple, p->v6, &opts);
+
+	*reason = TABLE_FULL;
+	if (!ct)
+		return NULL;
+	bpf_ct_set_timeout(ct, NEW_ENTRY_MS);
+	bpf_ct_set_nat_info(ct, &backend, __builtin_bswap16(flow->backend.port), NF_NAT_MANIP_DST);
+	bpf_ct_set_nat_info(ct, &source, port, NF_NAT_MANIP_SRC);
+	*reason = NOT_TRACKED; /* another CPU may have begun the same flow */
+	return bpf_ct_insert_entry(ct);
+}
+
 /* First, tc_choose asks whether conntrack knows the packet. Later, when the backend and the path of
  * a new flow are known, this writes its entry. */
 int tc_conntrack(struct __sk_buff *skb)
 {
-	struct ct_opts opts = {.netns = CURRENT_NETNS};
 	struct scratch *s = get_scratch();
-	struct address backend, source;
 	bool own, unseen, awaited;
 	enum tracked tracked;
+	enum reason reason;
 	struct packet *p;
 	struct node *n;
 	u32 zero = 0;
@@ -554,22 +574,11 @@ int tc_conntrack(struct __sk_buff *skb)
 		port = choose_client_port(skb, p, &s->flow);
 	if (!port)
 		return drop_flow(&s->flow, NO_SNAT_PORT);
-	opts.protocol = p->protocol;
-	ct = CALL_FOR_TUPLE(bpf_skb_ct_alloc, skb, &p->tuple, p->v6, &opts);
+	ct = write_entry(skb, p, &s->flow, port, &reason);
 	if (!ct)
-		return drop_flow(&s->flow, TABLE_FULL);
-	bpf_ct_set_timeout(ct, NEW_ENTRY_MS);
-	backend = nf_address(&s->flow.backend.address, p->v6);
-	bpf_ct_set_nat_info(ct, &backend, __builtin_bswap16(s->flow.backend.port),
-			    NF_NAT_MANIP_DST);
-	source = has_snat(&s->flow) ? s->flow.snat : s->flow.client.address;
-	source = nf_address(&source, p->v6);
-	bpf_ct_set_nat_info(ct, &source, port, NF_NAT_MANIP_SRC);
-	ct = bpf_ct_insert_entry(ct);
-	if (!ct) /* another CPU may have begun the same flow */
-		return find_tracked(skb, p, false) == TRACKED_YES
+		return reason == NOT_TRACKED && find_tracked(skb, p, false) == TRACKED_YES
 			       ? TC_ACT_UNSPEC
-			       : drop_flow(&s->flow, NOT_TRACKED);
+			       : drop_flow(&s->flow, reason);
 	n = node.lookup(&zero);
 	own = n && is_nodes_own(&s->flow.backend.address, n);
 	unseen = (s->begin & BEGIN_UNSEEN) || (own && is_decrypted(skb));
