@@ -380,9 +380,8 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 }
 
 /* Remembers the flow in the scratch buffer until a packet of it leaves. `port`: the client's, as
- * the backend sees it, in host byte order. `unseen`: nobody will see it leave, so it counts now,
- * and its answers are not checked. False: there is no room, so nobody could tell whether its packet
- * leaves. */
+ * the backend sees it, in host byte order. `unseen`: its packets leave unseen, so it counts now,
+ * and its answers are not checked. False: there is no room to remember it. */
 static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *s, u16 port,
 					 bool unseen)
 {

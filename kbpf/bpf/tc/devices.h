@@ -73,10 +73,10 @@ static __always_inline bool uses_conntrack(void)
 	return n && (n->flags & NODE_NETFILTER);
 }
 
-/* Whether an arriving fragment is a forgery. Conntrack reassembles fragments before the stack drops
- * them, and may have another first one than the programs. So none may be in the name of this node,
- * whose answers nobody else sees leave, nor the beginning of a SYN or SYN-ACK, which no sender
- * divides, or of a header without flags. */
+/* Whether an arriving fragment must be forged. Conntrack reassembles fragments before the stack
+ * drops them, perhaps with another first one than these programs have seen, and could take the
+ * result for an answer. But none comes from this node itself, and no sender divides a SYN, a
+ * SYN-ACK or the flags from their TCP header. */
 static __always_inline bool is_forged_fragment(struct packet *p)
 {
 	u32 zero = 0;

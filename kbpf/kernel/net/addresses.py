@@ -79,8 +79,8 @@ def source_address_of(body: bytes) -> Addr | None:
 
 
 def subnet_of(body: bytes) -> Cidr:
-    """The network of the address in an RTM_NEWADDR message, by which the kernel chooses a source:
-    with IPv4 the peer's, if it has one.
+    """The network of the address in an RTM_NEWADDR message; with IPv4 the peer's, if it has one. The
+    kernel chooses the source of a packet by it.
     """
     family, bits, *_ = IFADDRMSG.unpack_from(body)
     peer = parse_attributes(body[IFADDRMSG.size :]).get(uapi.IFA_ADDRESS, b"")

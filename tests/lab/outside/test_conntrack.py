@@ -479,7 +479,7 @@ def unseen() -> Iterator[Field]:
 @pytest.mark.parametrize("number", [17, 18, 27, 28])
 @both_families
 def test_a_flow_that_leaves_by_a_device_without_programs_counts_at_once(unseen: Field, number: int, v6: bool):
-    """Without a key, no refused flows of others end it."""
+    """It has no key, so other clients' refused flows cannot end it."""
     before, kind = unseen.agent.reasons()[Reason.NEW_FLOW], socket.SOCK_STREAM if number < 20 else socket.SOCK_DGRAM
     with connected(unseen["outside"], PORT, at("NodePort", number, v6), kind) as client:
         assert len({exchange(client) for _ in range(8)} - {""}) == 1

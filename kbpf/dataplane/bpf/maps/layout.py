@@ -308,8 +308,9 @@ LATENCY: Final = Struct(f"={8 * LATENCY_BUCKETS}sQ")
 LATENCIES: Final = Struct(f"={LATENCY.size}s{LATENCY.size}s")
 EVENT: Final = Struct("=QQ20s20s20sIII")
 UNCONFIRMED_FLOWS: Final = 16_384
-"""What rules of the host refuse can fill so much of conntrack's table, whose smallest size is 8
-times as large. The first packet of a flow, or its answer, takes less time than so many new flows.
+"""Flows that rules of the host refuse can fill this many entries of conntrack's table, whose
+smallest size is eight times as large. The first packet of a flow, or its answer, leaves before that
+many new flows have begun.
 """
 FAILURE: Final = Struct(f"=QQ{EVENT.size}s")
 FAILURES_PER_CLIENT: Final = 16
