@@ -357,6 +357,7 @@ enum device_flags {
 	DEVICE_STRICT = 1 << 6, /* rp_filter of IPv4 is strict */
 	DEVICE_SPANS =
 		1 << 7, /* a bridge with an overlay: pods of other nodes are behind it, too */
+	DEVICE_NO_EGRESS = 1 << 8, /* no program sees what leaves by it */
 };
 
 /* devices: what the packet path needs to know about a device. */

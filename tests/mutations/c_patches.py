@@ -492,6 +492,9 @@ a SYN in fragments passes
 keys of a refused flow stay
 - if (twin && twin->time == event->time) /* not of a later flow */
 + if (false)
+flows to a device without a program at egress are refused
+- if (to ? to->flags & DEVICE_NO_EGRESS : s->hop.ifindex)
++ if (!to && s->hop.ifindex)
 flows that leave unseen are refused
 - unseen = (s->begin & BEGIN_UNSEEN) ||
 + unseen = false ||

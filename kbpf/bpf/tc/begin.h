@@ -179,7 +179,7 @@ int tc_route(struct __sk_buff *skb)
 		source.address = flow->snat;
 	to = find_next_hop(skb, &s->packet, &source, &backend, &s->hop, true,
 			   routing_ifindex(device, ifindex));
-	if (!to && s->hop.ifindex)
+	if (to ? to->flags & DEVICE_NO_EGRESS : s->hop.ifindex)
 		s->begin |= BEGIN_UNSEEN;
 	/* The backend is the node itself: no device would translate the source of what it receives,
 	 * nor of what it sends. */

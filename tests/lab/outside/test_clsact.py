@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import Field, check
-from tests.support.lab.lab import Agent, run
+from tests.support.lab.lab import Agent, on, run
 from tests.support.table import table
 
 
@@ -66,3 +66,20 @@ def test_a_restart_keeps_the_clsact_filters(field: Field):
     field.agent.start()
     assert [filters(field.agent, direction) for direction in ("ingress", "egress")] == before
     check(field, ROWS[0])
+
+
+@pytest.mark.parametrize(
+    ("device", "rows"), [("p1", (0, 2, 7, 9)), ("eth0", (1, 8))], ids=["of a pod", "to other nodes"]
+)
+def test_a_device_with_an_ingress_qdisc_of_another_tool(field: Field, device: str, rows: tuple[int, ...]):
+    """There is no place at egress, so no program sees the first packet of a flow leave by it."""
+    node = field.lab.nodes[0]
+    field.agent.stop()
+    on(node, "tc", "qdisc", "del", "dev", device, "clsact")
+    on(node, "tc", "qdisc", "add", "dev", device, "ingress")
+    try:
+        field.agent.start()
+        for row in rows:
+            check(field, ROWS[row])
+    finally:
+        on(node, "tc", "qdisc", "del", "dev", device, "ingress")

@@ -68,7 +68,7 @@ class Site:
 
     def make(self) -> DeviceReconciler:
         devices = DeviceAttachments(self.net.folder, method=self.how)
-        tell = lambda there, choices: self.written_devices.append({d.name for d in there})  # noqa: E731
+        tell = lambda there, *_: self.written_devices.append({d.name for d in there})  # noqa: E731
         return DeviceReconciler(devices, tell, self._settle)
 
     def close(self) -> None:

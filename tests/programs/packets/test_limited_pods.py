@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kbpf.dataplane.bpf.maps.layout import DEVICE, DeviceFlag
 from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments
 from kbpf.dataplane.bpf.plane import BpfPlane
@@ -58,6 +59,12 @@ def serve(site: Site, sizes: MapSizes = SIZES) -> BpfPlane:
     return plane
 
 
+def without_egress(site: Site) -> int:
+    """How many devices the programs take for having none at egress."""
+    flags = (DEVICE.unpack(raw)[2] for raw in site.entries("devices").values())
+    return sum(DeviceFlag.NO_EGRESS in DeviceFlag(each) for each in flags)
+
+
 def test_limited_pods_are_named_and_take_no_time(site: Site, caplog):
     passes: list[float] = []
     sync, probe, probed = DeviceAttachments.sync, hook_probe.probe, []
@@ -87,6 +94,7 @@ def test_limited_pods_are_named_and_take_no_time(site: Site, caplog):
             assert status.packets.failed_count == 0
             assert plane.shared.read_metrics().foreign_programs == 0
             (problem,) = status.problems
+            assert without_egress(site) == 7
             assert problem.startswith("pod device cali1 and 6 more: an 'ingress' qdisc")
             # what they send passes the plugin's filter first
             for pod in PODS[1:]:
@@ -99,6 +107,7 @@ def test_limited_pods_are_named_and_take_no_time(site: Site, caplog):
             for pod in PODS[2:]:
                 run("tc", "qdisc", "del", "dev", pod, "ingress")
             until("no pod is limited", lambda: not plane.status().problems)
+            until("the programs know it", lambda: without_egress(site) == 0)
             assert "kbpf" in run("tc", "filter", "show", "dev", PODS[2], "egress")
         plane.close()
 

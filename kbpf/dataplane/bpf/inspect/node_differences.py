@@ -263,7 +263,8 @@ def _compare_devices(contents: NodeContents, config: Config) -> Iterator[Differe
                 yield Difference(FOREIGN, "devices", where, f"tc_{direction}", text, DEVICE_ADVICE)
             elif direction not in directions and ids:
                 yield Difference(STALE, "devices", where, "", f"program {min(ids)}", DEVICE_ADVICE)
-    expected = pack_devices(contents.devices, choices, config)
+    no_egress = [index for index in choices if not contents.attached.get((index, "egress"))]
+    expected = pack_devices(contents.devices, choices, config, no_egress)
     yield from _compare_device_maps(contents, expected, devices)
     expected, actual = pack_sources(contents.devices, choices), contents.entries["device_sources"]
     for key in sorted(expected.keys() | actual.keys()):

@@ -70,6 +70,7 @@ class DeviceFlag(IntFlag):
     PODS = 1 << 5
     STRICT = 1 << 6
     SPANS = 1 << 7
+    NO_EGRESS = 1 << 8
 
 
 class Role(IntEnum):

@@ -78,6 +78,10 @@ ShouldContinue = Callable[[Stage, Collection[str]], bool]
 """Called before each device of a stage, and at the end with COMPLETE; False ends the pass. The
 second argument names the devices whose swap failed: they still run older programs."""
 
+DescribeDevices = Callable[[tuple[Device, ...], Mapping[int, RoleChoice], Collection[int]], None]
+"""Called with the devices, their roles, and the ifindexes of those that have a role but not our
+program at egress: before anything is attached, and again if the last changed."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
@@ -157,6 +161,7 @@ class DeviceAttachments:
         pick: PickProgram,
         removed_devices: Collection[int] | None = None,
         should_continue: ShouldContinue = lambda *_: True,
+        describe: DescribeDevices = lambda *_: None,
     ) -> DeviceReport:
         """Attaches, replaces and detaches until every device in this listing has the programs
         that `pick` returns for its role, and no others of ours.
@@ -174,7 +179,11 @@ class DeviceAttachments:
             waiting = self._newcomers.find_waiting(listing, choices, tc.method)
             sync_pass = _SyncPass(tc, attachments, pick, choices, self._moves, waiting)
             self._attachments = None  # if this pass fails, the next one reads from the kernel
+            no_egress = sync_pass.find_no_egress()
+            describe(listing, choices, no_egress)
             complete = sync_pass.run(listing, should_continue)
+            if no_egress != (no_egress := sync_pass.find_no_egress()):
+                describe(listing, choices, no_egress)
             foreign = self._report.foreign
             if removed_devices is None:
                 foreign = self._find_foreign(tc, listing, sync_pass)
@@ -296,6 +305,14 @@ class _SyncPass:
     @property
     def all_attachments(self) -> tuple[Attachment, ...]:
         return tuple(attachment for point in sorted(self.attachments) for attachment in self.attachments[point])
+
+    def find_no_egress(self) -> frozenset[int]:
+        """The devices that our program at egress belongs to and is not attached to."""
+        return frozenset(
+            index
+            for index, choice in self.choices.items()
+            if Direction.EGRESS in directions_of(choice.role) and not self.attachments.get((index, Direction.EGRESS))
+        )
 
     def run(self, listing: Collection[Device], should_continue: ShouldContinue) -> bool:
         """Runs the stages until `should_continue` returns False; returns whether all were run."""

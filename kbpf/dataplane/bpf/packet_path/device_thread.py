@@ -30,13 +30,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, PickProgram, Stage
-from kbpf.dataplane.bpf.packet_path.device_roles import RoleChoice
+from kbpf.dataplane.bpf.packet_path.attach import DescribeDevices, DeviceAttachments, PickProgram, Stage
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram
 from kbpf.errors import KbpfError, OutdatedDevicesError, describe_unexpected_error
 from kbpf.kernel.bpf import tc
 from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY
-from kbpf.kernel.net.devices import Device, DeviceMonitor, list_devices
+from kbpf.kernel.net.devices import DeviceMonitor, list_devices
 from kbpf.kernel.system import threads
 from kbpf.kernel.system.polling import Backoff, wait_readable
 from kbpf.model.status import MAX_FAILED_DEVICES
@@ -127,18 +126,18 @@ class DeviceRetries:
 class DeviceReconciler:
     """One thread, in the network namespace of the first caller of publish().
 
-    `on_listing` is called with each device listing before programs run on new devices;
-    `on_all_swapped` when no device runs an earlier generation. Both are called in the thread.
+    `describe`: see DeviceAttachments.sync(). `on_all_swapped` is called when no device runs an
+    earlier generation. Both are called in the thread.
     """
 
     def __init__(
         self,
         attachments: DeviceAttachments,
-        on_listing: Callable[[tuple[Device, ...], Mapping[int, RoleChoice]], None],
+        describe: DescribeDevices,
         on_all_swapped: Callable[[], None],
     ) -> None:
         self._attachments = attachments
-        self._on_listing = on_listing
+        self._describe = describe
         self._on_all_swapped = on_all_swapped
         self._condition = threading.Condition()
         # These are protected by the lock of the condition.
@@ -279,9 +278,7 @@ class DeviceReconciler:
         interrupt the pass, another one follows, since publish() has also written to the eventfd.
         """
         pick = self._switch_generation()
-        listing = list_devices()
-        self._on_listing(listing, self._attachments.decide_roles(listing))
-        report = self._attachments.sync(listing, pick, removed_devices, self._should_continue)
+        report = self._attachments.sync(list_devices(), pick, removed_devices, self._should_continue, self._describe)
         with self._condition:
             # publish() may have brought newer programs since the pass ended
             if report.complete and not report.outdated and self._published is self._current:

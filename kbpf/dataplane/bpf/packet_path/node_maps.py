@@ -5,7 +5,7 @@
 Each class remembers what its maps hold, so only changes are written. Each is used by one thread.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice, product
 from typing import Final, Protocol
 
@@ -200,8 +200,11 @@ class DeviceMap:
         self._cache = maps["device_cache"]
         self._written_cache = {U32.unpack(key)[0]: value for key, value in self._cache.items()}
 
-    def write(self, devices: Iterable[Device], choices: Mapping[int, RoleChoice]) -> None:
+    def write(
+        self, devices: Iterable[Device], choices: Mapping[int, RoleChoice], no_egress: Collection[int] = ()
+    ) -> None:
         """Writes changes. Has to be called before a program runs on a new device.
+        `no_egress`: see pack_devices().
 
         The kernel replaces an element of a hash, but overwrites an element of an array in place,
         while programs may be reading it. So an element of `device_cache` has ifindex 0, which no
@@ -211,7 +214,7 @@ class DeviceMap:
         be running any more.
         """
         devices = tuple(devices)
-        entries, sources = pack_devices(devices, choices, self._config), pack_sources(devices, choices)
+        entries, sources = pack_devices(devices, choices, self._config, no_egress), pack_sources(devices, choices)
         cached = compute_cached_devices(entries)
         owners = {index: _owner(value) for index, value in self._written_cache.items()}
         # Elements that will change match no device from here on.
@@ -268,8 +271,11 @@ def pack_devices(
     devices: Iterable[Device],
     choices: Mapping[int, RoleChoice],
     config: Config,
+    no_egress: Collection[int] = (),
 ) -> dict[bytes, bytes]:
-    """The entries of `devices`. A port of a bridge has the values of its bridge."""
+    """The entries of `devices`. A port of a bridge has the values of its bridge. `no_egress`: the
+    devices without our program at egress.
+    """
     packed: dict[int, bytes] = {}
     ports = []
     devices = tuple(devices)
@@ -279,8 +285,9 @@ def pack_devices(
         if role is DeviceRole.PORT:
             ports.append(device)
         elif role in ROLE_VALUES:
-            spans = device.ifindex in spanning
-            packed[device.ifindex] = pack_device(device, role, config, spans)
+            flags = DeviceFlag.SPANS if device.ifindex in spanning else 0
+            flags |= DeviceFlag.NO_EGRESS if device.ifindex in no_egress else 0
+            packed[device.ifindex] = pack_device(device, role, config, flags)
     packed |= {port.ifindex: packed[port.master] for port in ports if port.master in packed}
     return {U32.pack(ifindex): value for ifindex, value in packed.items()}
 
@@ -319,13 +326,13 @@ def pack_device(
     device: Device,
     role: DeviceRole,
     config: Config,
-    spans: bool = False,
+    flags: int = 0,
 ) -> bytes:
-    """Packs a struct device. `spans`: it is a bridge with a port of an overlay. Its SNAT addresses
-    are those of the device that the packet leaves by, as with kube-proxy's MASQUERADE: replies then
-    return through the same device, and neither an overlay nor a reverse path filter drops them.
+    """Packs a struct device. `flags`: those that do not follow from the device alone. Its SNAT
+    addresses are those of the device that the packet leaves by, as with kube-proxy's MASQUERADE:
+    replies then return through the same device, and neither an overlay nor a reverse path filter
+    drops them.
     """
-    flags = DeviceFlag(0)
     if is_local(device, role, config):
         flags |= DeviceFlag.LOCAL
     if has_peer_in_pod(device, role):
@@ -334,8 +341,6 @@ def pack_device(
         flags |= DeviceFlag.PODS
     if device.strict_filter:
         flags |= DeviceFlag.STRICT
-    if spans:
-        flags |= DeviceFlag.SPANS
     if device.is_ip_tunnel:
         flags |= DeviceFlag.TUNNEL
         if not device.point_to_point:

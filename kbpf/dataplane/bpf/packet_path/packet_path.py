@@ -11,7 +11,7 @@ import itertools
 import logging
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -193,7 +193,9 @@ class PacketPath(ProgramSet):
         if self._node_and_device_maps is not None:
             self._node_and_device_maps[0].set_mode(NO_COEXISTENCE)
 
-    def _write_devices(self, devices: tuple[Device, ...], choices: Mapping[int, RoleChoice]) -> None:
+    def _write_devices(
+        self, devices: tuple[Device, ...], choices: Mapping[int, RoleChoice], no_egress: Collection[int]
+    ) -> None:
         assert self._node_and_device_maps is not None
         previous, self.unmatched = self.unmatched, find_unmatched(devices, self.config.devices)
         for pattern in self.unmatched:
@@ -203,7 +205,7 @@ class PacketPath(ProgramSet):
             if pattern not in self.unmatched:
                 log.info("--device %s matches a device now", pattern)
         self.left_out_count = count_left_out(choices)
-        self._node_and_device_maps[1].write(devices, choices)
+        self._node_and_device_maps[1].write(devices, choices, no_egress)
 
     def uses_other_flows(self, flows: Map) -> bool:
         """Whether publish() would replace pinned programs that use another `flows` map."""
