@@ -74,7 +74,8 @@ struct network_key {
 	struct address address;
 };
 
-/* device_sources: which address of a device packets to a network get. */
+/* device_sources: which address of a device packets to a network get. ifindex 0: the addresses of
+ * all devices. */
 struct device_network {
 	u32 bits; /* prefix length, from `ifindex` on: 32, plus that of the network */
 	u32 ifindex;

@@ -53,16 +53,18 @@ static __always_inline u32 owner_of_packet(const struct device *in, u32 ifindex)
 	return in && in->role == ROLE_POD ? OWNER_ADDRESS : OWNER_NETWORK;
 }
 
-/* Whether this is a known address of the node: one that serves NodePorts, or one for SNAT. */
-static __always_inline bool is_nodes_own(struct address *a, const struct node *n)
+/* Whether this is an address of the node. */
+static __always_inline bool is_nodes_own(const struct address *a)
 {
-	return find_node_address(a) || same_address(a, &n->snat4) || same_address(a, &n->snat6);
+	struct device_network key = {.bits = 160, .address = *a};
+
+	return device_sources.lookup(&key);
 }
 
 /* Whether the stack drops what arrives from this address; of the node's own, IPv4 only. */
-static __always_inline bool is_impossible_source(struct address *a, const struct node *n)
+static __always_inline bool is_impossible_source(struct address *a)
 {
-	return is_martian(a) || is_nodes_own(a, n);
+	return is_martian(a) || is_nodes_own(a);
 }
 
 static __always_inline bool uses_conntrack(void)
@@ -73,21 +75,13 @@ static __always_inline bool uses_conntrack(void)
 	return n && (n->flags & NODE_NETFILTER);
 }
 
-/* Whether an arriving fragment must be forged. Conntrack reassembles fragments before the stack
- * drops them, perhaps with another first one than these programs have seen, and could take the
- * result for an answer. But none comes from this node itself, and no sender divides a SYN, a
- * SYN-ACK or the flags from their TCP header. */
-static __always_inline bool is_forged_fragment(struct packet *p)
+/* Whether an arriving fragment must be forged. Conntrack reassembles fragments, perhaps with another
+ * first one than these programs have seen, and could take the result for an answer. But no sender
+ * divides a SYN, a SYN-ACK or the flags from their TCP header. */
+static __always_inline bool is_forged_fragment(const struct packet *p)
 {
-	u32 zero = 0;
-	struct node *n = node.lookup(&zero);
-
-	if (p->fragment == WHOLE || !n || !(n->flags & NODE_NETFILTER))
-		return false;
-	if (p->fragment == FIRST && p->protocol == IPPROTO_TCP &&
-	    (!p->tcp_flags || (p->tcp_flags & TCP_SYN)))
-		return true;
-	return is_nodes_own(&p->tuple.from.address, n);
+	return p->fragment == FIRST && p->protocol == IPPROTO_TCP &&
+	       (!p->tcp_flags || (p->tcp_flags & TCP_SYN)) && uses_conntrack();
 }
 
 /* Whether a socket of the node receives packets with these ends (struct bpf_sock_tuple), if they

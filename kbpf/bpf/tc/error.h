@@ -75,8 +75,6 @@ static __always_inline bool is_redirect(const struct packet *p)
 int tc_icmp_in(struct __sk_buff *skb)
 {
 	struct device *device = device_at(skb->ifindex), *to = NULL;
-	u32 zero = 0;
-	struct node *n = node.lookup(&zero);
 	struct tuple tuple, outer, *after;
 	struct translation translation = {};
 	struct scratch *s = get_scratch();
@@ -84,7 +82,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 	struct packet *p;
 	bool hidden;
 
-	if (!s || !device || !n)
+	if (!s || !device)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
 	if (is_hidden_answer(p))
@@ -108,7 +106,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 	}
 	/* In the name of an end of the flow, or past the kernel's own checks. A router may have an
 	 * address to which this node has no route. */
-	if (is_impossible_source(&p->tuple.from.address, n) || has_source_route(skb, p))
+	if (is_impossible_source(&p->tuple.from.address) || has_source_route(skb, p))
 		return TC_ACT_UNSPEC;
 	if ((!is_exchangeable(device) || (device->flags & DEVICE_STRICT) ||
 	     same_address(&p->tuple.from.address, &tuple.from.address)) &&
@@ -146,14 +144,12 @@ int tc_icmp_out(struct __sk_buff *skb)
 	struct scratch *s = get_scratch();
 	enum egress_result result;
 	bool masqueraded = false;
-	u32 zero = 0;
-	struct node *n = node.lookup(&zero);
 
-	if (!s || !n)
+	if (!s)
 		return TC_ACT_UNSPEC;
 	/* A CNI has masqueraded it, and may have kept the port of a client: EGRESS_DENIED. */
 	if (has_hidden_ports(&s->packet) && skb->ingress_ifindex &&
-	    is_nodes_own(&s->packet.tuple.from.address, n))
+	    is_nodes_own(&s->packet.tuple.from.address))
 		return finish(TC_ACT_SHOT, INVALID);
 	if (!parse_error(skb, s, &tuple))
 		return TC_ACT_UNSPEC;

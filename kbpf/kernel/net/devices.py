@@ -4,14 +4,14 @@
 import socket
 import struct
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.net import uapi
-from kbpf.kernel.net.addresses import IFADDRMSG, source_address_of, subnet_of
+from kbpf.kernel.net.addresses import IFADDRMSG, address_of, source_address_of, subnet_of
 from kbpf.kernel.net.netlink import (
     Message,
     Rtnetlink,
@@ -73,8 +73,8 @@ class Device:
     `peer_netns`: the netns id of the *other* namespace that `link` is in; None if it is in this
     one. `has_subnet`: it has an address with neighbours: not link-local, prefix shorter than /32
     or /128. `mac`: its own address, 6 bytes; zeros if its link type has none of this length.
-    `sources`: source addresses that the kernel would use on it, preferred ones of each family
-    first; `subnets`: the network of each. `bridge_netfilter`: a bridge whose packets pass netfilter
+    `addresses`: its IP addresses but link-local ones, in the kernel's order; `sources`: the ones that the kernel would
+    use as source addresses; `subnets`: the network of each. `bridge_netfilter`: a bridge whose packets pass netfilter
     as they enter a port, in one family at least (br_netfilter). `strict_filter`: the kernel drops
     IPv4 packets whose source has no route by this device (rp_filter).
     """
@@ -92,6 +92,7 @@ class Device:
     peer_netns: int | None = None
     has_subnet: bool = False
     mac: bytes = ZERO_MAC
+    addresses: tuple[Addr, ...] = ()
     sources: tuple[Addr, ...] = ()
     subnets: tuple[Cidr, ...] = ()
     bridge_netfilter: bool = False
@@ -118,14 +119,16 @@ def list_devices() -> tuple[Device, ...]:
     with Rtnetlink() as netlink:
         links = netlink.dump(uapi.RTM_GETLINK, _IFINFOMSG.pack(0, 0, 0, 0, 0) + _EXT_MASK_ATTR)
         addresses = netlink.dump(uapi.RTM_GETADDR, IFADDRMSG.pack(0, 0, 0, 0, 0))
-    subnets = {ifindex for message in addresses for ifindex in _subnet_ifindex(message)}
-    sources = _sources_by_ifindex(addresses)
+    by_ifindex: dict[int, list[bytes]] = {}
+    for message in addresses:
+        if message.msg_type == uapi.RTM_NEWADDR:
+            by_ifindex.setdefault(IFADDRMSG.unpack_from(message.body)[4], []).append(message.body)
     links = [message for message in links if message.msg_type == uapi.RTM_NEWLINK]
     settings, rp_filter = _read_bridge_netfilter(), int(sysctl.read(RP_FILTER))
     devices = {
         device.ifindex: device
         for message in links
-        for device in [_parse_device(message, subnets, sources, settings, rp_filter)]
+        for device in [_parse_device(message, by_ifindex, settings, rp_filter)]
     }
     return tuple(devices[ifindex] for ifindex in sorted(devices))
 
@@ -144,23 +147,14 @@ def has_way_to(namespace: Path) -> bool:
     return any(device.kind in ("", "openvswitch") or device.peer_netns == number for device in devices)
 
 
-def _subnet_ifindex(message: Message) -> tuple[int, ...]:
-    """The ifindex, if this address has neighbours."""
-    family, prefix, _, scope, ifindex = IFADDRMSG.unpack_from(message.body)
-    host_prefix = 32 if family == socket.AF_INET else 128
-    has_subnet = message.msg_type == uapi.RTM_NEWADDR and prefix < host_prefix and scope < uapi.RT_SCOPE_LINK
-    return (ifindex,) if has_subnet else ()
+def _address_of_node(body: bytes) -> Addr | None:
+    return None if IFADDRMSG.unpack_from(body)[3] == uapi.RT_SCOPE_LINK else address_of(body)
 
 
-def _sources_by_ifindex(messages: Iterable[Message]) -> Mapping[int, Sequence[tuple[Addr, Cidr]]]:
-    """Maps each ifindex to its source addresses, in the kernel's order, and their networks."""
-    sources: dict[int, list[tuple[Addr, Cidr]]] = {}
-    for message in messages:
-        address = source_address_of(message.body) if message.msg_type == uapi.RTM_NEWADDR else None
-        if address is not None:
-            ifindex = IFADDRMSG.unpack_from(message.body)[4]
-            sources.setdefault(ifindex, []).append((address, subnet_of(message.body)))
-    return sources
+def _has_neighbours(body: bytes) -> bool:
+    """Whether this is an address in a subnet with others."""
+    family, prefix, _, scope, _ = IFADDRMSG.unpack_from(body)
+    return bool(prefix < (32 if family == socket.AF_INET else 128) and scope < uapi.RT_SCOPE_LINK)
 
 
 def _read_bridge_netfilter() -> tuple[bool, ...]:
@@ -173,8 +167,7 @@ def _read_bridge_netfilter() -> tuple[bool, ...]:
 
 def _parse_device(
     message: Message,
-    subnets: set[int],
-    sources: Mapping[int, Sequence[tuple[Addr, Cidr]]],
+    addresses: Mapping[int, Sequence[bytes]],
     bridge_netfilter: tuple[bool, ...],
     rp_filter: int,
 ) -> Device:
@@ -182,6 +175,8 @@ def _parse_device(
     attrs = parse_attributes(message.body[_IFINFOMSG.size :])
     info = parse_attributes(attrs.get(uapi.IFLA_LINKINFO, b""))
     peer_netns = attrs.get(uapi.IFLA_LINK_NETNSID)
+    bodies = addresses.get(ifindex, ())
+    sources = {address: body for body in bodies if (address := source_address_of(body)) is not None}
     kind = parse_string(info.get(uapi.IFLA_INFO_KIND, b""))
     return Device(
         ifindex=ifindex,
@@ -195,10 +190,11 @@ def _parse_device(
         master=parse_int32(attrs.get(uapi.IFLA_MASTER)),
         link=parse_int32(attrs.get(uapi.IFLA_LINK)),
         peer_netns=None if peer_netns is None else parse_int32(peer_netns),
-        has_subnet=ifindex in subnets,
+        has_subnet=any(map(_has_neighbours, bodies)),
         mac=_parse_mac(attrs.get(uapi.IFLA_ADDRESS, b"")),
-        sources=tuple(address for address, _ in sources.get(ifindex, ())),
-        subnets=tuple(subnet for _, subnet in sources.get(ifindex, ())),
+        addresses=tuple(address for body in bodies if (address := _address_of_node(body)) is not None),
+        sources=tuple(sources),
+        subnets=tuple(map(subnet_of, sources.values())),
         bridge_netfilter=kind == "bridge"
         and bool(bridge_netfilter)
         and (any(bridge_netfilter) or _calls_netfilter(info.get(uapi.IFLA_INFO_DATA, b""))),

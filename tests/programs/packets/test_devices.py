@@ -71,7 +71,7 @@ def test_devices_are_listed_with_their_properties(net: Net, pods: str):
     sources = {name: [format_addr(a) for a in d.sources] for name, d in found.items() if d.sources}
     assert sources["br0"] == ["192.0.2.1"]
     assert sources["port0"] == ["198.51.100.1"]
-    found = {name: replace(device, sources=(), subnets=()) for name, device in found.items()}
+    found = {name: replace(device, addresses=(), sources=(), subnets=()) for name, device in found.items()}
     index = {name: device.ifindex for name, device in found.items()}
     shown = json.loads(run("ip", "-n", net.name, "-j", "link"))
     macs = {

@@ -11,6 +11,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
     DEVICE,
     NODE,
+    SOURCE_KEY,
     U32,
     DeviceFlag,
     NodeFlag,
@@ -126,6 +127,14 @@ def test_which_networks_get_another_source_than_the_first(given, gets):
         (2, parse_cidr(network, "")): parse_addr(source) for network, source in wanted
     }
     assert pack_sources([device], {2: RoleChoice(SKIPPED, "")}) == {}
+
+
+def test_the_programs_know_each_address_of_the_node():
+    """Also of devices without programs, and those that are no source."""
+    own = addrs("10.0.0.1 10.0.0.2 fd00::1")
+    lo, eth0 = Device(1, "lo", addresses=own[:1]), replace(ETH0, addresses=own[1:], sources=own[2:])
+    found = pack_sources([lo, eth0], {1: RoleChoice(SKIPPED, ""), 2: RoleChoice(HOST, "")})
+    assert found == {SOURCE_KEY.pack(160, 0, address): address for address in own}
 
 
 class Table:

@@ -292,9 +292,9 @@ def pack_devices(
     return {U32.pack(ifindex): value for ifindex, value in packed.items()}
 
 
-def pack_sources(devices: Iterable[Device], choices: Mapping[int, RoleChoice]) -> dict[bytes, bytes]:
+def pack_sources(devices: Collection[Device], choices: Mapping[int, RoleChoice]) -> dict[bytes, bytes]:
     """The entries of `device_sources`: what MASQUERADE chooses where it is not a device's first
-    address.
+    address, and under ifindex 0 all addresses.
 
     IPv4: the first whose network has the next hop (inet_select_addr()). IPv6: that whose prefix has
     most bits in common with the destination, of equal ones the first (RFC 6724, rule 8; rule 6 says
@@ -319,6 +319,7 @@ def pack_sources(devices: Iterable[Device], choices: Mapping[int, RoleChoice]) -
             if family == 4 or source != best.get((size - 1, number >> 1), own[0][0]):
                 address = (number << 128 - size).to_bytes(16)
                 packed[SOURCE_KEY.pack(32 + size, device.ifindex, address)] = source
+    packed |= {SOURCE_KEY.pack(160, 0, address): address for device in devices for address in device.addresses}
     return dict(islice(packed.items(), MAX_DEVICES - 1))  # a full LPM trie refuses to replace an entry
 
 

@@ -27,6 +27,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     DEVICE,
     FLOW,
     FLOW_KEY,
+    SOURCE_KEY,
     U32,
     DeviceFlag,
     FinFlag,
@@ -213,11 +214,14 @@ class Path_:
         self.set_device(1, role, flags)
 
     def node(self, flags: NodeFlag, low: int = LOW, high: int = HIGH) -> None:
-        """Writes the node's flags and its range of SNAT ports."""
+        """Writes the node's flags, its range of SNAT ports and its addresses."""
         with self.site.pinned("node") as node:
             value = bytearray(node.lookup(U32.pack(0)) or b"")
             value[32:40] = struct.pack("=IHH", flags, low, high)
             node.update(U32.pack(0), bytes(value))
+
+        for address in map(parse_addr, (*NODE.values(), *OTHER.values())):
+            self.site.put("device_sources", SOURCE_KEY.pack(160, 0, address), address)
 
     def run(
         self, name: str, packet: bytes, complete: bool = False, device: int = 0, came_by: int = 0
