@@ -139,6 +139,14 @@ static __always_inline bool is_frontend(const struct target *to)
 	return service_at(&key) || service_at(&node_port) || find_cluster_ip(&to->address);
 }
 
+/* Whether a Service is served at `to`, to clients that are not on this node. */
+static __always_inline bool is_served(const struct target *to)
+{
+	struct target key = *to, node_port = node_port_of(to);
+
+	return service_at(&key) || (find_node_address(&to->address) && service_at(&node_port));
+}
+
 /* Reads the service that `to` belongs to: the exact frontend, otherwise a NodePort on one of the
  * node's addresses. A client that dials 0.0.0.0 means its loopback, not the wildcard under which
  * NodePorts are stored. */

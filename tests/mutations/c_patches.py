@@ -24,7 +24,11 @@ PROGRAMS = {
     "MONITOR": "sockets/monitor",
 }
 TESTS = {name: paths_of("programs", names) for name, names in PROGRAMS.items()} | {
-    "CONNTRACK": ("tests/lab/outside/test_conntrack.py",),
+    "CONNTRACK": (
+        "tests/lab/outside/test_conntrack.py",
+        "tests/lab/outside/test_subnets.py",
+        "tests/lab/outside/test_clsact.py",
+    ),
     "BRIDGE": ("tests/lab/outside/test_br_netfilter.py",),
     "COMPARED": ("tests/fuzz/packets/test_conntrack.py",),
 }
@@ -433,8 +437,8 @@ the TTL is not decremented
 + p->ttl
 # tc/devices.h FLOWS
 martian sources are translated
-- return is_martian(a) || is_nodes_own(a, n);
-+ return is_nodes_own(a, n);
+- return is_martian(a) || is_nodes_own(a);
++ return is_nodes_own(a);
 marks are not set
 - skb->mark = in ? skb->mark | n->mark : skb->mark & ~n->mark;
 + ;
@@ -442,11 +446,8 @@ marks are not cleared
 - skb->mark & ~n->mark
 + skb->mark
 the node's own sources are translated
-- return find_node_address(a) || same_address(a, &n->snat4)
-+ return same_address(a, &n->snat4)
-the masquerade address as a source is translated
-- return find_node_address(a) || same_address(a, &n->snat4)
-+ return find_node_address(a)
+- return device_sources.lookup(&key);
++ return false;
 # tc/begin.h FLOWS
 a hairpin connection is not masqueraded
 - if (same_address(client, &c->backend.address))
@@ -467,34 +468,34 @@ a pause of new flows is ignored
 - return until && *until > now;
 + return false;
 a backend at a node address is masqueraded
-- is_nodes_own(&flow->backend.address, n))
+- is_nodes_own(&flow->backend.address))
 + false)
 no client is outside
 - client.outside = !(device->flags & DEVICE_LOCAL);
 + client.outside = false;
 # tc/devices.h CONNTRACK
-a fragment in the node's name passes
-- return is_nodes_own(&p->tuple.from.address, n);
-+ return false;
 the beginning of a divided SYN passes
-- (!p->tcp_flags || (p->tcp_flags & TCP_SYN)))
-+ false)
+- (!p->tcp_flags || (p->tcp_flags & TCP_SYN)) &&
++ false &&
 # tc/conntrack.h CONNTRACK
 forged answers pass
 - return !same_target(&p->tuple.to, &event->backend);
 + return false;
 forged answers that were not seen count
-- if (!begins_again(s))
-+ if (true)
+- !begins_again(s)
++ true
 a SYN in fragments passes
 - return p->protocol == IPPROTO_TCP && p->fragment != WHOLE;
 + return false;
 keys of a refused flow stay
 - if (twin && twin->time == event->time) /* not of a later flow */
 + if (false)
-flows to a device without a program at egress are refused
-- if (to ? to->flags & DEVICE_NO_EGRESS : s->hop.ifindex)
-+ if (!to && s->hop.ifindex)
+answers of the node that leave unseen are awaited
+- answers_unseen(skb, s));
++ false);
+two flows have one key
+- is_served(&s->flow.backend) ||
++ false ||
 flows that leave unseen are refused
 - unseen = (s->begin & BEGIN_UNSEEN) ||
 + unseen = false ||
@@ -502,10 +503,10 @@ an answer just ahead of the first packet counts
 - if (is_answered(skb, &first, false)) /* begins_again() follows */
 + if (false)
 refused flows stay
-- if (expire && (opts.protocol
-+ if (false && (opts.protocol
-the first packet to the node may be called established
-- skb->priority = PRIORITY_OF_FIRST
+- if (expire)
++ if (false)
+a SYN behind the end of its connection stays untranslated
+- skb->priority = PRIORITY_OF_TRACKED
 + skb->priority = 0
 a port of another flow is taken
 - if (has_flow(&reply))
@@ -513,6 +514,17 @@ a port of another flow is taken
 conntrack's port is given to a flow of ours
 - return CALL_WITH(is_taken, skb, &reply, v6, &opts, false) ? claim_again(skb, s)
 + return false ? claim_again(skb, s)
+# tc/begin.h CONNTRACK
+what conntrack translates is routed as sent by the node
+- has_snat(flow) && !(s->begin & BEGIN_UNTRACKED)
++ has_snat(flow)
+a route that encapsulates hides its device
+- if (to ? to->flags & DEVICE_NO_EGRESS : s->hop.ifindex)
++ if (to && (to->flags & DEVICE_NO_EGRESS))
+# lib/packet.h CONNTRACK
+a frame's padding is part of its packet
+- p->protocol == IPPROTO_TCP && bytes >= 4 + sizeof(rest) &&
++ p->protocol == IPPROTO_TCP &&
 # tc/ports.h FLOWS
 a client gets the port of a frontend
 - if (has_snat(&s->flow)) {
@@ -559,7 +571,7 @@ extension headers hide others who use a client's port
 - if (has_hidden_ports(&s->packet) && skb->ingress_ifindex &&
 + if (false &&
 errors of martians bypass the stack
-- is_impossible_source(&p->tuple.from.address, n) ||
+- is_impossible_source(&p->tuple.from.address) ||
 + false ||
 errors with a source route bypass the stack
 - || has_source_route(skb, p))

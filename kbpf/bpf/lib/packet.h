@@ -187,7 +187,7 @@ struct tcp_rest {
 	__be16 window;
 };
 
-/* `bytes`: as for numbers_of(). */
+/* `bytes`: as for numbers_of(). What a frame has behind them is no part of the packet. */
 static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p, u32 bytes)
 {
 	struct tcp_rest rest = {};
@@ -217,7 +217,8 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p,
 			bpf_skb_load_bytes(skb, p->l4 + SCTP_HEADER + 4, &p->sctp.next,
 					   sizeof(p->sctp.next));
 	}
-	if (p->protocol == IPPROTO_TCP && /* the quote in an ICMP error may be too short */
+	if (p->protocol == IPPROTO_TCP && bytes >= 4 + sizeof(rest) &&
+	    /* the quote in an ICMP error may be too short */
 	    !bpf_skb_load_bytes(skb, p->l4 + 4, &rest, sizeof(rest))) {
 		p->tcp_flags = rest.flags;
 		p->tcp = numbers_of(rest.sequence, rest.ack, rest.offset, rest.flags, rest.window,

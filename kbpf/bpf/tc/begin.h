@@ -175,7 +175,7 @@ int tc_route(struct __sk_buff *skb)
 	flow = &s->flow;
 	source = flow->client;
 	backend = flow->backend;
-	if (has_snat(flow))
+	if (has_snat(flow) && !(s->begin & BEGIN_UNTRACKED)) /* conntrack translates it after routing */
 		source.address = flow->snat;
 	to = find_next_hop(skb, &s->packet, &source, &backend, &s->hop, true,
 			   routing_ifindex(device, ifindex));
@@ -184,7 +184,7 @@ int tc_route(struct __sk_buff *skb)
 	/* The backend is the node itself: no device would translate the source of what it receives,
 	 * nor of what it sends. */
 	if (!to && !same_address(&flow->client.address, &flow->backend.address) &&
-	    is_nodes_own(&flow->backend.address, n))
+	    is_nodes_own(&flow->backend.address))
 		__builtin_memset(&flow->snat, 0, sizeof(flow->snat));
 	/* A bridge forwards replies between its own pods past us, unless they are addressed to the
 	 * node. */
@@ -337,7 +337,7 @@ int tc_choose(struct __sk_buff *skb)
 
 	if (!device || !n || !s)
 		return TC_ACT_UNSPEC;
-	if (is_impossible_source(&s->packet.tuple.from.address, n))
+	if (is_impossible_source(&s->packet.tuple.from.address))
 		return TC_ACT_UNSPEC;
 	if ((n->flags & (NODE_PASSIVE | NODE_COEXISTING)) && !(s->begin & BEGIN_NOT_FOREIGN))
 		return go(skb, TAIL_COEXIST);

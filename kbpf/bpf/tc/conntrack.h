@@ -19,12 +19,14 @@
  * flow is unconfirmed until its first packet leaves by a device, and counted then. Meanwhile
  * answers to it are dropped, since nobody can have received what they answer, and each packet of
  * its client is judged as the first one: if conntrack has seen an answer that these programs have
- * not, the entry is written anew. For a new flow that does not fit into `unconfirmed_queue`, the
+ * not, the entry is written anew. What the node itself receives leaves by no device; a rule drops
+ * what others send in its name (nat_table.py), so that nobody can answer ahead of it. For a new flow that does not fit into `unconfirmed_queue`, the
  * oldest one is judged. A token bucket would not do: whoever sends what the rules refuse would take
  * all the tokens. */
 #pragma once
 
 #include "types.h"
+#include "lookup.h"
 #include "lib/packet.h"
 #include "tc/flow.h"
 #include "tc/ports.h"
@@ -34,7 +36,6 @@
 #define IP_CT_DIR_REPLY 1
 #define IPS_SEEN_REPLY (1 << 1)
 #define IPS_DST_NAT (1 << 5)
-#define TCP_CONNTRACK_ESTABLISHED 3
 #define TCP_CONNTRACK_TIME_WAIT 7
 #define TCP_CONNTRACK_CLOSE 8
 #define NF_NAT_MANIP_SRC 0
@@ -43,7 +44,7 @@
  * raw drops must not stay. */
 #define NEW_ENTRY_MS 1000
 /* Nothing but the rule in nat_table.py looks at skb->priority between here and a socket. */
-#define PRIORITY_OF_FIRST 0x6b620001
+#define PRIORITY_OF_TRACKED 0x6b620001
 
 /* Two keys of each flow: the client and the frontend, whose event has the client as its backend
  * sees it; and that client and the backend, whose event has the client itself. The queue bounds
@@ -283,27 +284,24 @@ static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct
 	return go(skb, TAIL_UNCONFIRMED);
 }
 
-/* Removes both keys of the flow of which these are the ends of one, if there is one. `first`: of
- * its first key. False: the key is the other one of a flow, whose endpoint is another Service's
- * frontend. `key`: room for one, since the stack is short. */
-static __always_inline bool forget_flow(struct flow_key *key, const struct target *client,
-					const struct target *server, bool first)
+/* Removes both keys of the flow of which these are the ends of one, if there is one. `key`: room
+ * for one, since the stack is short. */
+static __always_inline void forget_flow(struct flow_key *key, const struct target *client,
+					const struct target *server)
 {
 	struct event *event, *twin;
 
 	*key = flow_key_of(client, server);
 	event = unconfirmed.lookup(key);
 	if (!event)
-		return true;
-	if (!same_target(server, first ? &event->frontend : &event->backend))
-		return false;
-	*key = flow_key_of(&event->client, first ? &event->backend : &event->frontend);
+		return;
+	*key = flow_key_of(&event->client, same_target(server, &event->frontend) ? &event->backend
+										 : &event->frontend);
 	twin = unconfirmed.lookup(key);
 	if (twin && twin->time == event->time) /* not of a later flow */
 		unconfirmed.delete(key);
 	*key = flow_key_of(client, server);
 	unconfirmed.delete(key);
-	return true;
 }
 
 /* The rules of the host have let a packet of this flow pass, which `t` identifies. */
@@ -311,11 +309,9 @@ static __always_inline void confirm(struct scratch *s, const struct tuple *t, st
 {
 	bool answers =
 		same_target(&t->from, &event->frontend) || same_target(&t->from, &event->backend);
-	const struct target *server = answers ? &t->from : &t->to;
 
 	confirm_flow(event);
-	forget_flow(&s->queued.key, answers ? &t->to : &t->from, server,
-		    same_target(server, &event->frontend));
+	forget_flow(&s->queued.key, answers ? &t->to : &t->from, answers ? &t->from : &t->to);
 }
 
 /* Whether a packet of no flow of ours that leaves by a device is the first one of a flow: a
@@ -331,29 +327,24 @@ static __always_inline bool leaves_first(struct __sk_buff *skb, const struct pac
 			 (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex));
 }
 
-/* Whether conntrack has seen an answer to this client. `expire`: its entry goes, unless it is that
- * of an open TCP connection. */
+/* Whether conntrack has seen an answer to this client. `expire`: its entry goes. */
 static __always_inline bool is_answered(struct __sk_buff *skb, const struct tuple *t, bool expire)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t->to.protocol};
 	bool answered, v6 = !is_v4(&t->to.address);
 	void *ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, t, v6, &opts);
-	u8 state;
 
 	if (!ct)
 		return false;
 	answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
-	state = *(volatile u8 *)(ct + offset_of_tcp_state());
-	if (expire && (opts.protocol != IPPROTO_TCP || state < TCP_CONNTRACK_ESTABLISHED ||
-		       state >= TCP_CONNTRACK_TIME_WAIT))
+	if (expire)
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
 	return answered;
 }
 
 /* Takes the oldest flow from the queue. The rules of the host have refused its packet, and its
- * entry has to go, also if a forged answer has reached it; that makes no TCP connection of it
- * (is_forged_fragment()). One that is open leaves unseen. `oldest`: room for its key, since the
+ * entry has to go, also if a forged answer has reached it. `oldest`: room for its key, since the
  * stack is short. */
 static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfirmed_key *oldest)
 {
@@ -396,9 +387,8 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 	if (has_snat(flow))
 		seen.address = flow->snat;
 	/* Of earlier flows, whose entries are gone: their other keys would stay for ever. */
-	if (!forget_flow(&queued->key, &seen, &flow->backend, false) ||
-	    !forget_flow(&queued->key, &flow->client, &flow->frontend, true))
-		return false;
+	forget_flow(&queued->key, &seen, &flow->backend);
+	forget_flow(&queued->key, &flow->client, &flow->frontend);
 	if (unseen) {
 		confirm_flow(&event);
 		return true;
@@ -418,7 +408,7 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 		}
 	}
 	/* Without its key in the queue it would stay for ever. */
-	forget_flow(&queued->key, &seen, &flow->backend, false);
+	forget_flow(&queued->key, &seen, &flow->backend);
 	return false;
 }
 
@@ -535,17 +525,23 @@ static __always_inline void *write_entry(struct __sk_buff *skb, const struct pac
 	return bpf_ct_insert_entry(ct);
 }
 
+/* Whether no program sees what the node itself sends to the client. */
+static __always_inline bool answers_unseen(struct __sk_buff *skb, const struct scratch *s)
+{
+	struct device *to = device_at(s->client_device);
+
+	return !to || (to->flags & DEVICE_NO_EGRESS) || is_decrypted(skb);
+}
+
 /* First, tc_choose asks whether conntrack knows the packet. Later, when the backend and the path of
  * a new flow are known, this writes its entry. */
 int tc_conntrack(struct __sk_buff *skb)
 {
 	struct scratch *s = get_scratch();
-	bool own, unseen, awaited;
+	bool unseen, awaited;
 	enum tracked tracked;
 	enum reason reason;
 	struct packet *p;
-	struct node *n;
-	u32 zero = 0;
 	u16 port = 0;
 	void *ct;
 
@@ -554,14 +550,18 @@ int tc_conntrack(struct __sk_buff *skb)
 	p = &s->packet;
 	if (!(s->begin & BEGIN_UNTRACKED)) {
 		tracked = find_tracked(skb, p, false);
-		if (tracked == TRACKED_YES)
-			return TC_ACT_UNSPEC;
-		if (tracked != TRACKED_ANSWERED) {
+		if (tracked == TRACKED_NO || tracked == TRACKED_STALE) {
 			s->begin |= BEGIN_UNTRACKED | (tracked == TRACKED_STALE ? BEGIN_STALE : 0);
 			return go(skb, TAIL_CHOOSE);
 		}
-		if (!begins_again(s))
+		if (tracked == TRACKED_YES || !begins_again(s)) {
+			/* A SYN just behind the packet that closes the connection: conntrack gives
+			 * it an entry of its own, which does not translate. A rule drops it then;
+			 * the client repeats it. */
+			if (p->tcp_flags & TCP_SYN)
+				skb->priority = PRIORITY_OF_TRACKED;
 			return TC_ACT_UNSPEC;
+		}
 		s->begin |= BEGIN_STALE;
 		port = __builtin_bswap16(s->flow.client_port);
 	}
@@ -578,22 +578,19 @@ int tc_conntrack(struct __sk_buff *skb)
 		return reason == NOT_TRACKED && find_tracked(skb, p, false) == TRACKED_YES
 			       ? TC_ACT_UNSPEC
 			       : drop_flow(&s->flow, reason);
-	n = node.lookup(&zero);
-	own = n && is_nodes_own(&s->flow.backend.address, n);
-	unseen = (s->begin & BEGIN_UNSEEN) || (own && is_decrypted(skb));
+	/* Two flows would have one key if the endpoint is another Service's frontend. */
+	unseen = (s->begin & BEGIN_UNSEEN) || is_served(&s->flow.backend) ||
+		 (is_nodes_own(&s->flow.backend.address) && answers_unseen(skb, s));
 	awaited = await_packet(skb, s, port, unseen);
 	if (!awaited)
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
-	if (!awaited)
+	if (!awaited) {
+		find_tracked(skb, p, true); /* deletes it */
 		return drop_flow(&s->flow, TABLE_FULL);
+	}
 	/* A flow in `flows` would hide the entry: one that an agent without this option began. */
 	if (s->begin & BEGIN_RESTART)
 		return go(skb, TAIL_DELETE_FLOW);
-	/* An answer may be on its way between these programs and conntrack: ahead of the keys, and
-	 * behind the entry. judge_leaving() finds that, but what the node itself receives leaves by
-	 * no device. So a rule before those of INPUT drops it then. */
-	if (own && !unseen)
-		skb->priority = PRIORITY_OF_FIRST;
 	return TC_ACT_UNSPEC;
 }

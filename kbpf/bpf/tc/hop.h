@@ -132,6 +132,7 @@ static __always_inline long query_fib(struct __sk_buff *skb, const struct packet
 }
 
 #define LOOPBACK_IFINDEX 1
+#define UNKNOWN_IFINDEX (~0U) /* the route encapsulates, and the kernel does not tell its device */
 
 /* Whether packets from behind this device may come by another one: not those of this node's pods.
  */
@@ -158,8 +159,7 @@ static __always_inline bool arrives_by(struct __sk_buff *skb, const struct packe
 	result = query_fib(skb, p, &p->tuple.to, &p->tuple.from, hop, 1, here, 0);
 	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED) /* this node is no router */
 		return true;
-	/* The route encapsulates, and the kernel does not tell its device. */
-	if (result == BPF_FIB_LKUP_RET_UNSUPP_LWT)
+	if (result == BPF_FIB_LKUP_RET_UNSUPP_LWT) /* UNKNOWN_IFINDEX */
 		return is_exchangeable(in);
 	found = !result || result > BPF_FIB_LKUP_RET_FWD_DISABLED;
 	if (found && hop->ifindex == here)
@@ -206,7 +206,7 @@ static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const
 			result = BPF_FIB_LKUP_RET_NO_NEIGH;
 	}
 	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH) {
-		hop->ifindex = 0;
+		hop->ifindex = result == BPF_FIB_LKUP_RET_UNSUPP_LWT ? UNKNOWN_IFINDEX : 0;
 		if (result != BPF_FIB_LKUP_RET_FRAG_NEEDED)
 			hop->max_length = 0;
 		return NULL;

@@ -17,6 +17,7 @@
 #define INNER_TAG 14 /* offset: the outer tag is in the skb's metadata */
 #define PACKET_HOST 0
 #define PACKET_OTHERHOST 3
+#define PACKET_LOOPBACK 5 /* the node's own multicast, without a link-layer header */
 
 /* client slot -> the ports of a datagram, for its later fragments. Full: the oldest is evicted, and
  * the remaining fragments of its datagram pass untranslated. */
@@ -113,8 +114,10 @@ static __always_inline bool is_for_others(struct __sk_buff *skb, bool in)
 {
 	if (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK))
 		return true;
-	return in ? skb->pkt_type != PACKET_HOST && !uses_conntrack()
-		  : skb->pkt_type == PACKET_OTHERHOST;
+	if (in)
+		return skb->pkt_type == PACKET_LOOPBACK ||
+		       (skb->pkt_type != PACKET_HOST && !uses_conntrack());
+	return skb->pkt_type == PACKET_OTHERHOST;
 }
 
 /* Whether conntrack will see a packet that this program cannot read: the kernel removes a first

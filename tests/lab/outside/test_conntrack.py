@@ -21,7 +21,6 @@ from kbpf.dataplane.bpf.inspect.connections import format_target
 from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND, flow_key, is_port_reservation
 from kbpf.dataplane.bpf.maps.layout import (
     COUNTS,
-    FRAGMENTS_PER_CLIENT,
     UNCONFIRMED_FLOWS,
     UNCONFIRMED_KEY,
     Reason,
@@ -65,16 +64,23 @@ MACHINE_PORT = 46_000
 """Of a machine outside."""
 PORT = 40_400
 """The client's own port."""
+LOCAL = "10.77.0.1", "fd00:77::1"
+"""Of node-1, without NodePorts."""
 
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
     # without the agent's own connections, which count as opened
-    with Field("--forwarding", "netfilter", "--verify-period", "0s", name="ct", agents=1) as made:
+    options = ("--verify-period", "0s", "--nodeport-addresses", "primary")
+    with Field("--forwarding", "netfilter", *options, name="ct", agents=1) as made:
         # by default an entry lives for ten seconds after a reset
         on(made.lab.nodes[0], "sysctl", "-qw", "net.netfilter.nf_conntrack_tcp_timeout_close=120")
-        rest = made.all_of(f"16 26:UDP -> a-net target={HOST_PORT}")
-        made.create(*objects(made), *rest)
+        node = made.lab.nodes[0]
+        ip(*(f"addr add {address} dev lo" for address in LOCAL), netns=node.netns)
+        made.unhook("a-lo", node.netns, *LOCAL, node)
+        rest = made.all_of(f"16 26:UDP -> a-net target={HOST_PORT}\n17 27:UDP -> a-lo target={HOST_PORT}")
+        chained = made.all_of("18 -> a-net target=30011\n28:UDP -> a-net target=30021")
+        made.create(*objects(made), *rest, *chained)
         made.settle()
         yield made
 
@@ -211,6 +217,12 @@ def _syn_ack(e: Ends) -> bytes:
     return packets.tcp(e.backend, e.masqueraded, flags="SA", seq=5000, ack=1001, df=False)
 
 
+def _beginning(mtu: int, e: Ends) -> list[bytes]:
+    """Of a SYN-ACK. Its ports may come with another first fragment, so these programs do not know its flow."""
+    other = packets.tcp(f"{e.pod}:9", f"{split(e.masqueraded)[0]}:9", flags="SA", seq=5000, ack=1001, df=False)
+    return packets.fragments(other, mtu)[:1]
+
+
 def _ack_of_node(e: Ends) -> list[bytes]:
     return [packets.tcp(e.backend, e.client, flags="A", seq=5000, ack=7)]
 
@@ -240,6 +252,8 @@ def _error_to_client(build: Callable[..., bytes], e: Ends) -> list[bytes]:
     return [packets.icmp_error("host unreachable", e.pod, build(e.client, e.backend))]
 
 
+PADDING = bytes([0, 0, 0, 0, 0x50, 0x10]) + bytes(12)
+"""Behind a frame's packet, of which it is no part: looks like the rest of a TCP header with ACK."""
 PRIORITY_TAG, SERVICE_TAG = bytes.fromhex("81006000"), bytes.fromhex("88a80000")
 OPTIONS, LSRR = packets.destination(), bytes([131, 7, 4, 203, 0, 113, 77])
 FORGERIES = {
@@ -260,9 +274,10 @@ FORGERIES = {
     ),
     "a SYN-ACK": Forgery(lambda e: [_syn_ack(e)], number=11),
     "a SYN-ACK in fragments": Forgery(lambda e: packets.fragments(_syn_ack(e), 28), number=11, v6=(False,)),
-    "the beginning of a SYN-ACK": Forgery(lambda e: packets.fragments(_syn_ack(e), 36)[:1], number=11, v6=(False,)),
-    "the beginning of a SYN-ACK without flags": Forgery(
-        lambda e: packets.fragments(_syn_ack(e), 28)[:1], number=11, v6=(False,)
+    "the beginning of a SYN-ACK": Forgery(partial(_beginning, 36), number=11, v6=(False,)),
+    "the beginning of a SYN-ACK without flags": Forgery(partial(_beginning, 28), number=11, v6=(False,)),
+    "the beginning of a SYN-ACK before padding": Forgery(
+        lambda e: [_beginning(28, e)[0] + PADDING], "a1", 11, v6=(False,)
     ),
     "an ACK": Forgery(lambda e: [packets.tcp(e.backend, e.masqueraded, flags="A", seq=5000, ack=7)], number=11),
     "an ICMP error": Forgery(partial(_error, "port unreachable")),
@@ -292,6 +307,8 @@ FORGERIES = {
     "an answer of the node": Forgery(lambda e: [packets.udp(e.backend, e.client, b"x")], number=26),
     "the beginning of an answer of the node": Forgery(partial(_piece_of_answer_of_node, slice(1)), number=26),
     "the rest of an answer of the node": Forgery(partial(_piece_of_answer_of_node, slice(1, None)), number=26),
+    "the beginning of an answer of another address": Forgery(partial(_piece_of_answer_of_node, slice(1)), number=27),
+    "the rest of an answer of another address": Forgery(partial(_piece_of_answer_of_node, slice(1, None)), number=27),
     "the rest of an answer of the node by a pod": Forgery(partial(_piece_of_answer_of_node, slice(1, None)), "a1", 26),
     "an ICMP error about a request to the node": Forgery(partial(_error_to_client, packets.udp), number=26),
     "an ICMP error about a SYN to the node": Forgery(partial(_error_to_client, packets.tcp), "a1", 16),
@@ -342,8 +359,8 @@ class Refused(NamedTuple):
     def of(cls, field: Field, number: int, v6: bool) -> Self:
         node = field.lab.nodes[0]
         own, out = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
-        of_node, to = number in (16, 26), at("NodePort", number, v6)
-        pod = own if of_node else field["a1"].ip6 if v6 else field["a1"].ip
+        of_node, to = number in (16, 26, 27), at("NodePort", number, v6)
+        pod = LOCAL[v6] if number == 27 else own if of_node else field["a1"].ip6 if v6 else field["a1"].ip
         end = packets.end
         ends = Ends(end(out, FORGED_PORT), to, end(own, FORGED_PORT), end(pod, HOST_PORT if of_node else 8080), pod)
         tcp, udp = packets.tcp(ends.client, to, flags="S", seq=1000), packets.udp(ends.client, to, b"hello\n")
@@ -372,9 +389,9 @@ def test_a_forged_answer_does_not_establish_a_refused_connection(field: Field, f
     with nft_table(field.lab.nodes[0], "inet guard", GUARD):
         refused = Refused.of(field, forgery.number, v6)
         refused.ask()
-        before = field.agent.reasons()[Reason.INVALID]
+        before = field.agent.reasons()[Reason.INVALID] + forged(field)
         refused.send(*forgery.packets(refused.ends), by=forgery.by, to_mac=forgery.to_mac, tags=forgery.tags)
-        until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] > before)
+        until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] + forged(field) > before)
         assert not refused.ask() & ConntrackStatus.IPS_SEEN_REPLY
 
 
@@ -396,11 +413,11 @@ def test_an_answer_that_the_programs_have_not_seen_establishes_nothing(field: Fi
         assert not refused.ask() & ConntrackStatus.IPS_SEEN_REPLY
 
 
-def _see_answer(field: Field, e: Ends, protocol: str) -> None:
+def _see_answer(field: Field, e: Ends, protocol: str, *more: str) -> None:
     """Lets conntrack remember an answer to this client."""
     host, port = split(e.client)
     family = "ipv6" if ":" in host else "ipv4"
-    words = ("-p", protocol, "-s", host, "--sport", str(port), "-u", "SEEN_REPLY")
+    words = ("-p", protocol, "-s", host, "--sport", str(port), "-u", "SEEN_REPLY", *more)
     on(field.lab.nodes[0], "conntrack", "-U", "-f", family, *words)
 
 
@@ -429,22 +446,49 @@ def test_an_answer_just_ahead_of_the_first_packet_establishes_nothing(field: Fie
         ip(f"neigh del {pod} dev {device}", netns=node.netns)
 
 
-def test_an_answer_just_ahead_of_the_first_packet_to_the_node_establishes_nothing(field: Field):
-    """The packet waits for its last fragment, which the programs do not recognize any more."""
-    node = field.lab.nodes[0]
-    with nft_table(node, "inet guard", GUARD):
-        refused = Refused.of(field, 26, False)
-        e = refused.ends
-        (first, last), (evicting, _) = (
-            packets.fragments(packets.udp(e.client, e.frontend, bytes(24), df=False, ip_id=ip_id), 44)
-            for ip_id in (1, 1 + FRAGMENTS_PER_CLIENT)
-        )
-        refused.send(first, evicting)
-        until("the entry is written", lambda: len(entries(field, e.frontend)) == 1)
-        _see_answer(field, e, "udp")
-        refused.send(last)
-        until("it is dropped", lambda: int(re.findall(r"packets (\d+)", nat_table(node))[0]) > 0)
-        assert {*counted(node, "accept"), *counted(node, "drop")} == {0}
+@pytest.mark.parametrize("number", [26, 27])
+@pytest.mark.parametrize("by", ["outside", "a1"])
+@both_families
+def test_nothing_arrives_in_the_name_of_the_node(field: Field, by: str, number: int, v6: bool):
+    """A driver hands up several packets at once, which all pass the programs before conntrack sees the first. So an
+    answer ahead of its request cannot be told by the request.
+    """
+    refused = Refused.of(field, number, v6)
+    client = packets.end(OUT6 if v6 else OUT4, PORT)  # of no flow
+    ends, before = refused.ends._replace(client=client, masqueraded=client), forged(field)
+    refused.send(*_ack_of_node(ends), *_answer(ends), by=by)
+    until("they are dropped", lambda: forged(field) == before + 2)
+
+
+@pytest.mark.parametrize("size", [100, 3000])
+@both_families
+def test_the_nodes_own_multicast_comes_back(field: Field, size: int, v6: bool):
+    """Without a link-layer header: these bytes would be a packet that hides its ports."""
+    own, group = (NODES6[0], "ff0e::7:7") if v6 else (NODES4[0], "239.7.7.7")
+
+    def exchange_in_group() -> int:
+        family, device = (socket.AF_INET6, socket.if_nametoindex("eth0")) if v6 else (socket.AF_INET, 0)
+        with socket.socket(family, socket.SOCK_DGRAM) as member, socket.socket(family, socket.SOCK_DGRAM) as sender:
+            member.bind(("", PORT))
+            member.settimeout(PATIENCE)
+            sender.bind((own, 0))
+            if v6:
+                place = socket.inet_pton(family, group) + struct.pack("=I", device)
+                member.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, place)
+                sender.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_IF, device)
+            else:
+                place = socket.inet_aton(group) + socket.inet_aton(own)
+                member.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, place)
+                sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(own))
+            sender.sendto(bytes(size), (group, PORT))
+            return len(member.recv(10_000))
+
+    assert there(field.lab.nodes[0], exchange_in_group) == size
+
+
+def forged(field: Field) -> int:
+    """What the chain `forged` has dropped."""
+    return int(re.findall(r"packets (\d+)", nat_table(field.lab.nodes[0]))[0])
 
 
 def nat_table(node: Node) -> str:
@@ -459,7 +503,7 @@ def test_no_key_of_a_refused_flow_stays(field: Field):
     with nft_table(field.lab.nodes[0], "inet guard", GUARD + rule):
         answered = Refused.of(field, 11, False)
         answered.ask()
-        _see_answer(field, answered.ends, "tcp")
+        _see_answer(field, answered.ends, "tcp", "--state", "ESTABLISHED")
         for kind in ("NodePort", "VIP"):
             there(field["outside"], partial(_send_from_each_port, 40_000, split(at(kind, 21))))
             until("the entries are gone", lambda kind=kind: not entries(field, at(kind, 21)), 5)
@@ -471,7 +515,8 @@ def test_no_key_of_a_refused_flow_stays(field: Field):
 def unseen() -> Iterator[Field]:
     """Pods whose devices have no programs."""
     with Field("--forwarding", "netfilter", "--exclude-device", "p*", name="cu", agents=1) as made:
-        made.create(*made.all_of("17 27:UDP -> a1 a2\n18 28:UDP -> a1 a2 external=Local"))
+        rest = made.all_of(f"16 26:UDP -> a-net target={HOST_PORT}")
+        made.create(*made.all_of("17 27:UDP -> a1 a2\n18 28:UDP -> a1 a2 external=Local"), *rest)
         made.settle()
         yield made
 
@@ -485,6 +530,52 @@ def test_a_flow_that_leaves_by_a_device_without_programs_counts_at_once(unseen: 
         assert len({exchange(client) for _ in range(8)} - {""}) == 1
         assert unseen.agent.reasons()[Reason.NEW_FLOW] - before == 1
         assert not unseen.agent.entries("unconfirmed")
+
+
+@both_families
+def test_a_flow_by_a_route_that_encapsulates_counts_at_once(unseen: Field, v6: bool):
+    """The kernel does not tell its device."""
+    node, pod = unseen.lab.nodes[0].netns, unseen["a1"].ip6 if v6 else unseen["a1"].ip
+    there(unseen.lab.nodes[0], flush_conntrack)
+    ip(f"route add {pod} encap ip id 7 dst 192.0.2.1 dev p1 metric 1", netns=node)
+    try:
+        test_a_flow_that_leaves_by_a_device_without_programs_counts_at_once(unseen, 27, v6)
+    finally:
+        ip(f"route del {pod} metric 1", netns=node)
+
+
+@pytest.mark.parametrize("number", [16, 26])
+@both_families
+def test_a_flow_whose_answers_leave_by_a_device_without_programs_counts_at_once(unseen: Field, number: int, v6: bool):
+    node, outside = unseen.lab.nodes[0], unseen["outside"]
+    to, client = at("NodePort", number, v6), OUT6 if v6 else OUT4
+    mac = there(node, partial(mac_towards, client))
+    request = partial(packets.tcp, flags="S") if number < 20 else partial(packets.udp, payload=b"x")
+    before = unseen.agent.reasons()[Reason.NEW_FLOW]
+    ip(f"route add {client} dev p1", netns=node.netns)
+    try:
+        frames = [request(packets.end(client, PORT), to)]
+        there(outside, partial(send_frames, frames, split(to)[0], mac))
+        until("it counts", lambda: unseen.agent.reasons()[Reason.NEW_FLOW] - before == 1)
+        assert not unseen.agent.entries("unconfirmed")
+    finally:
+        ip(f"route del {client} dev p1", netns=node.netns)
+
+
+@pytest.mark.parametrize(("chained", "number"), [(18, 11), (28, 21)])
+@both_families
+def test_a_port_refused_at_a_chained_service_is_served_at_the_other(field: Field, chained: int, number: int, v6: bool):
+    """Its endpoint is the other's NodePort. DNAT is done once, so the node refuses it, as with kube-proxy."""
+    kind, port = (socket.SOCK_STREAM, socket.SOCK_DGRAM)[number > 20], PORT + 2 * number + v6
+    family = socket.AF_INET6 if v6 else socket.AF_INET
+    with sockets.socket_in(field["outside"].netns, family, kind) as client:
+        client.settimeout(PATIENCE)
+        client.bind(("", port))
+        with contextlib.suppress(ConnectionRefusedError):
+            client.connect(split(at("NodePort", chained, v6)))
+            assert exchange(client) == ""
+    with connected(field["outside"], port, at("NodePort", number, v6), kind) as client:
+        assert exchange(client) == "a1"
 
 
 @pytest.mark.parametrize("port", [30_021, 31_999], ids=["a NodePort's number", "another"])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.lab.outside.netfilter import nft_table
 from tests.support.lab.dial import Dial
-from tests.support.lab.field import NODES4, NODES6, WITH_CONNTRACK, Field, at, check, crossed, forward
+from tests.support.lab.field import NODES4, NODES6, OUT4, WITH_CONNTRACK, Field, at, check, crossed, forward
 from tests.support.lab.lab import ip, set_rp_filter, settled, until
 
 SECOND4 = "172.30.5.1"
@@ -98,3 +98,17 @@ def test_an_address_that_is_added_later_serves_new_connections(field: SeveralSub
         assert judged(field, "c1", False) == SECOND4
     finally:
         ip("addr del 172.30.6.1/24 dev eth0", f"addr replace {SECOND4}/24 dev eth0", **where)
+
+
+def test_a_rule_about_the_client_chooses_the_route(field: SeveralSubnets):
+    """The kernel routes packets before it translates their source. Our own table redirects what the node sends."""
+    node, other = (field.lab.nodes[number].netns for number in (0, 2))
+    ip("route del unreachable 198.18.0.1/32", netns=other)
+    ip("route add 10.244.3.0/24 via 198.18.0.3 dev eth0 table 77", f"rule add from {OUT4} lookup 77", netns=node)
+    try:
+        assert judged(field, "c1", False) == NODES4[0]
+        own = NODES4[0] if "netfilter" in field.arguments else SECOND4
+        check(field, Dial("a client outside", "outside", at("NodePort", NUMBERS["c1"]), "c1", "tcp", own))
+    finally:
+        ip(f"rule del from {OUT4}", "route flush table 77", netns=node)
+        ip("route add unreachable 198.18.0.1/32", netns=other)

@@ -3,9 +3,13 @@
 
 The kernel tracks connections only while some rule matches on conntrack, and translates their
 packets only while a chain of type nat exists. The chain `nat` provides both, for IPv4 and IPv6, and
-changes no packet. The packet programs write the translations (bpf/tc/conntrack.h). The chain
-`first` drops the first packet of a connection to the node itself that conntrack takes for one of an
-established connection: a forged answer was just ahead of it.
+changes no packet. The packet programs write the translations (bpf/tc/conntrack.h). Two more chains
+drop what they cannot judge:
+
+- `forged`: packets that arrive in the name of the node itself. The kernel drops those of IPv4, too,
+  but only after conntrack has taken them for answers of the node. The node's own multicast may come
+  back. Others may have its link-local addresses.
+- `missed`: SYNs that the programs have left to conntrack, but that it does not translate.
 
 Where FORWARD may refuse packets, two other chains give those of masqueraded connections our mark
 while they are in FORWARD, where a rule of ours matches it (kernel/netfilter/forward_rules.py). With
@@ -23,8 +27,11 @@ from kbpf.takeover import conntrack_keepalive
 
 TABLE: Final = "kbpf-nat"
 _MASQUERADED: Final = conntrack.ConntrackStatus.IPS_SRC_NAT | conntrack.ConntrackStatus.IPS_DST_NAT
-_FIRST: Final = "6b62:1"
-"""PRIORITY_OF_FIRST in bpf/tc/conntrack.h, as nftables writes it."""
+_TRACKED: Final = "6b62:1"
+"""PRIORITY_OF_TRACKED in bpf/tc/conntrack.h, as nftables writes it."""
+
+_BEFORE_FRAGMENTS, _AFTER_DNAT = -450, -99
+"""Priorities in PREROUTING: ahead of the kernel's reassembly, and behind the chains of DNAT."""
 
 _BEFORE, _AFTER = -300, 300
 """Priorities around those of the chains that filter."""
@@ -106,31 +113,54 @@ def _create_commands(mark: int) -> list[forward_rules.Json]:
     """`mark`: 0 if packets get none."""
     status: dict[str, Any] = {"&": [{"ct": {"key": "status"}}, int(_MASQUERADED)]}
     is_masqueraded = {"match": {"op": "==", "left": status, "right": int(_MASQUERADED)}}
-    is_first = {"match": {"op": "==", "left": {"meta": {"key": "priority"}}, "right": _FIRST}}
-    is_established = {"match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established", "related"]}}
+    drop: list[forward_rules.Json] = [{"counter": None}, {"drop": None}]
     current = {"meta": {"key": "mark"}}
     set_mark = {"mangle": {"key": current, "value": {"|": [current, mark]}}}
     clear_mark = {"mangle": {"key": current, "value": {"&": [current, ~mark & 0xFFFFFFFF]}}}
     commands = [
         {"add": {"table": _table()}},
         *conntrack_keepalive.hook_commands("inet", TABLE, "nat"),
-        *_filter_commands("first", "input", _BEFORE, [is_first, is_established, {"counter": None}, {"drop": None}]),
+        *_chain_commands("forged", "prerouting", _BEFORE_FRAGMENTS, *_PASSES, drop),
+        *_chain_commands(
+            "missed", "prerouting", _AFTER_DNAT, [_is({"meta": {"key": "priority"}}, _TRACKED), *drop], type_="nat"
+        ),
     ]
     if not mark:
         return commands
     return [
         *commands,
-        *_filter_commands("before_forward", "forward", _BEFORE, [is_masqueraded, set_mark]),
-        *_filter_commands("after_forward", "forward", _AFTER, [is_masqueraded, clear_mark]),
+        *_chain_commands("before_forward", "forward", _BEFORE, [is_masqueraded, set_mark]),
+        *_chain_commands("after_forward", "forward", _AFTER, [is_masqueraded, clear_mark]),
     ]
 
 
-def _filter_commands(
-    name: str, hook: str, priority: int, expressions: list[forward_rules.Json]
+def _chain_commands(
+    name: str, hook: str, priority: int, *rules: list[forward_rules.Json], type_: str = "filter"
 ) -> list[forward_rules.Json]:
     chain = {"family": "inet", "table": TABLE, "name": name}
-    rule = {"family": "inet", "table": TABLE, "chain": name, "expr": expressions}
+    rule = {"family": "inet", "table": TABLE, "chain": name}
     return [
-        {"add": {"chain": {**chain, "type": "filter", "hook": hook, "prio": priority}}},
-        {"add": {"rule": rule}},
+        {"add": {"chain": {**chain, "type": type_, "hook": hook, "prio": priority}}},
+        *({"add": {"rule": {**rule, "expr": expressions}}} for expressions in rules),
     ]
+
+
+def _is(left: forward_rules.Json, right: Any, op: str = "==") -> forward_rules.Json:
+    return {"match": {"op": op, "left": left, "right": right}}
+
+
+def _prefix(protocol: str, network: str, bits: int) -> forward_rules.Json:
+    source = {"payload": {"protocol": protocol, "field": "saddr"}}
+    return _is(source, {"prefix": {"addr": network, "len": bits}})
+
+
+_ACCEPT: Final[forward_rules.Json] = {"accept": None}
+_PASSES: Final[tuple[list[forward_rules.Json], ...]] = (
+    [_is({"meta": {"key": "iifname"}}, "lo"), _ACCEPT],
+    [_is({"fib": {"result": "type", "flags": ["saddr"]}}, "local", "!="), _ACCEPT],
+    [_is({"fib": {"result": "type", "flags": ["daddr"]}}, {"set": ["multicast", "broadcast"]}), _ACCEPT],
+    [_prefix("ip", "169.254.0.0", 16), _ACCEPT],
+    [_prefix("ip6", "fe80::", 10), _ACCEPT],
+)
+"""The rules of `forged` about what may have an address of the node as its source; most packets end at
+the second one."""
