@@ -17,8 +17,7 @@ import socket
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import MAPS, U32, U32_PAIR, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.maps.layout import U32, U32_PAIR, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.state.contents import is_valid_entry, unpack_address, unpack_backend
 from kbpf.errors import KernelError
@@ -58,9 +57,9 @@ class ConnectionProber:
             return None
         try:
             with (
-                self._open("services") as services,
-                self._open("backend_slots") as slots,
-                self._open("backends") as backends,
+                self._pins.open_map("services") as services,
+                self._pins.open_map("backend_slots") as slots,
+                self._pins.open_map("backends") as backends,
             ):
                 lines = [self._connect(services, target) for target in self._select(services, slots, backends)]
         except KernelError:
@@ -70,9 +69,6 @@ class ConnectionProber:
         if not tried or not self._was_translated:
             return None
         return ConnectionProbe(len(tried), tuple(filter(None, tried)))
-
-    def _open(self, name: str) -> Map:
-        return pinning.open_map(self._pins.maps / name, MAPS[name])
 
     def _select(self, services: Map, slots: Map, backends: Map) -> Iterator[_Target]:
         """The first suitable frontend of each family and protocol among the next entries."""

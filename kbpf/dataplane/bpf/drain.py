@@ -20,7 +20,7 @@ from kbpf.dataplane.bpf.maps.flow_entries import (
     is_original,
     is_port_reservation,
 )
-from kbpf.dataplane.bpf.maps.layout import MAPS, NODE, U32, NodeFlag, TcpState
+from kbpf.dataplane.bpf.maps.layout import NODE, U32, NodeFlag, TcpState
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import packet_path
 from kbpf.errors import KernelError
@@ -95,15 +95,11 @@ class PreviousBpfPlane(PreviousDataPlane):
     @contextmanager
     def _open_map(self, name: str) -> Iterator[Map | None]:
         """None if the map does not exist, or if another version laid it out differently."""
-        path = self._pins.maps / name
-        if not path.exists():
+        if (self._pins.maps / name).exists():
+            with self._pins.open_map(name) as map_:
+                yield map_
+        else:
             yield None
-            return
-        map_ = pinning.open_map(path, MAPS[name])
-        try:
-            yield map_
-        finally:
-            map_.close()
 
     def _remove(self) -> None:
         """Removes everything except the rule in FORWARD, which all modes use."""

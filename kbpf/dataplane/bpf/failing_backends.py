@@ -21,8 +21,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import COUNTS, EVENT, FAILURE, MAPS, SERVICE_NAME, U32, U32_PAIR
+from kbpf.dataplane.bpf.maps.layout import COUNTS, EVENT, FAILURE, SERVICE_NAME, U32, U32_PAIR
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.state.contents import unpack_backend
 from kbpf.errors import KernelError
@@ -74,10 +73,10 @@ class FailingBackends:
         """See SharedAccess.find_failing_backends()."""
         try:
             with (
-                self._open("failures") as failures,
-                self._open("counts") as counts,
-                self._open("backends") as backends,
-                self._open("service_names") as names,
+                self._pins.open_map("failures") as failures,
+                self._pins.open_map("counts") as counts,
+                self._pins.open_map("backends") as backends,
+                self._pins.open_map("service_names") as names,
             ):
                 now = self._clock()
                 self._update(failures, counts, now)
@@ -103,9 +102,6 @@ class FailingBackends:
         cgroups = mounts.find_cgroups({id_ for pair in pairs for id_ in self._clients[pair]})
         names = dict.fromkeys(cgroups, "") | pods.name_pods(cgroups)
         return {pair: [(names[id_], n) for id_, n in self._clients[pair].items() if id_ in names] for pair in pairs}
-
-    def _open(self, name: str) -> Map:
-        return pinning.open_map(self._pins.maps / name, MAPS[name])
 
     def _update(self, failures: Map, counts: Map, now: float) -> None:
         """Replaces the intervals by those of the backends that have failed since the last call."""

@@ -18,7 +18,6 @@ from itertools import chain
 from operator import itemgetter
 from typing import Final
 
-from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.flow_entries import IDLE_TIMEOUT_NS, is_needed, is_open, unpack_columns
 from kbpf.dataplane.bpf.maps.layout import (
     CONFIG,
@@ -115,7 +114,7 @@ class MapCollector:
             if spec.map_type not in (uapi.BPF_MAP_TYPE_HASH, uapi.BPF_MAP_TYPE_LRU_HASH) and name != "reasons":
                 continue
             try:
-                with pinning.open_map(self._pins.maps / name, spec) as map_:
+                with self._pins.open_map(name) as map_:
                     if name == "reasons":
                         decisions = tuple(_read_decision(map_, reason) for reason in Reason)
                         continue
@@ -158,7 +157,7 @@ class MapCollector:
 
     def _counted_fields(self) -> frozenset[str]:
         try:
-            with pinning.open_map(self._pins.maps / "config", MAPS["config"]) as config:
+            with self._pins.open_map("config") as config:
                 _, flags, _ = CONFIG.unpack(config.lookup(ZERO) or bytes(CONFIG.size))
         except KernelError:
             return frozenset()
@@ -169,7 +168,7 @@ class MapCollector:
         kernel does not list sockets.
         """
         try:
-            with pinning.open_map(self._pins.maps / name, MAPS[name]) as map_:
+            with self._pins.open_map(name) as map_:
                 for _ in add_map(map_):
                     pause()
         except KernelError:
@@ -219,7 +218,7 @@ class MapCollector:
         """Stats by address, of those pairs whose backend still exists."""
         pairs: dict[tuple[PortName, str], BackendStats] = {}
         try:
-            with pinning.open_map(self._pins.maps / "backends", MAPS["backends"]) as backends:
+            with self._pins.open_map("backends") as backends:
                 for ids, total in selected:
                     raw = backends.lookup(U32.pack(ids[1]))
                     if raw is None:
@@ -242,7 +241,7 @@ class MapCollector:
         names = set(take_turns(ranked, itemgetter(0))[:LATENCY_SERIES])
         found: dict[PortName, ServiceLatencies] = {}
         try:
-            with pinning.open_map(self._pins.maps / "latencies", MAPS["latencies"]) as latencies:
+            with self._pins.open_map("latencies") as latencies:
                 for key, raw in latencies.items():
                     name = self._name_of(U32.unpack(key)[0])
                     if name is not None and name in names:
@@ -258,8 +257,8 @@ class MapCollector:
         """
         try:
             with (
-                pinning.open_map(self._pins.maps / "counts", MAPS["counts"]) as counts,
-                pinning.open_map(self._pins.maps / "backends", MAPS["backends"]) as backends,
+                self._pins.open_map("counts") as counts,
+                self._pins.open_map("backends") as backends,
             ):
                 live_backends = {U32.unpack(key)[0] for key, _ in backends.items()}
                 live_backends |= self._kept_backends
@@ -286,8 +285,8 @@ class MapCollector:
 
     def _sweep_latencies(self) -> None:
         with (
-            pinning.open_map(self._pins.maps / "latencies", MAPS["latencies"]) as latencies,
-            pinning.open_map(self._pins.maps / "service_names", MAPS["service_names"]) as names,
+            self._pins.open_map("latencies") as latencies,
+            self._pins.open_map("service_names") as names,
         ):
             for key in [key for key, _ in latencies.items() if names.lookup(key) is None]:
                 latencies.delete(key)
@@ -306,7 +305,7 @@ class MapCollector:
         if not merged_services:
             return
         try:
-            with pinning.open_map(self._pins.maps / "counts", MAPS["counts"]) as counts:
+            with self._pins.open_map("counts") as counts:
                 entries: dict[int, list[tuple[bytes, bytes]]] = {service: [] for service in merged_services}
                 for key, raw in counts.items():
                     service, _ = U32_PAIR.unpack(key)
@@ -342,7 +341,7 @@ class MapCollector:
         if not unknown:
             return True
         try:
-            with pinning.open_map(self._pins.maps / "service_names", MAPS["service_names"]) as names:
+            with self._pins.open_map("service_names") as names:
                 entries: Iterable[tuple[bytes, bytes | None]]
                 if len(unknown) > BULK_READ_THRESHOLD:
                     entries = ((key, raw) for key, raw in names.items() if key in unknown)

@@ -323,7 +323,7 @@ def open_maps(pins: Pins, stack: contextlib.ExitStack) -> tuple[dict[str, Map], 
     for name, spec in MAPS.items():
         text = f"a map with keys of {spec.key_size} and values of {spec.value_size} bytes"
         try:
-            map_ = stack.enter_context(pinning.open_map(pins.maps / name, spec))
+            map_ = stack.enter_context(pins.open_map(name))
         except KernelError as error:
             kind = MISSING if error.errno == errno.ENOENT else DifferenceKind.DAMAGED
             actual = "" if kind is MISSING else error.what

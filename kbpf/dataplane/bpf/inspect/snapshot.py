@@ -170,11 +170,11 @@ def open_maps(pins: Pins, parts: Part) -> Iterator[dict[str, Map]]:
     needed = {name for part in parts for name in MAPS_OF_PART[part]}
     with contextlib.ExitStack() as stack:
         maps = {}
-        for name, spec in MAPS.items():
+        for name in MAPS:
             if name not in needed:
                 continue
             try:
-                maps[name] = stack.enter_context(pinning.open_map(pins.maps / name, spec))
+                maps[name] = stack.enter_context(pins.open_map(name))
             except KernelError as error:
                 if error.errno != errno.ENOENT:
                     raise
