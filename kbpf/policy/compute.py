@@ -324,9 +324,6 @@ class DesiredStateBuilder:
         """See admission.find_device_frontends(): a set for each Service."""
         return self._device_frontends.values()
 
-    def state_of(self, key: ServicePortKey) -> ServiceState | None:
-        return self._services.get(key)
-
     def update(
         self,
         store: ObjectStore,

@@ -171,10 +171,8 @@ class BpfPlane:
         self._names.update(changes, desired, is_complete=state.unclaimed is None)
         self._udp_cutter.forget()
         self._attachments.exemptions.set_pods(desired.exempt_pods, desired.exempt_pods_known, self._clock())
-        write_counts, calls = self._agent_maps.take_counts()
         return Report(
-            write_counts,
-            calls,
+            self._agent_maps.take_counts(),
             planner.refused,
             planner.evenly_spread,
             None if compare_all else frozenset(changes.keys() | keys),

@@ -156,7 +156,7 @@ class IpvsPlane:
         if refused_keys := planner.find_refused():
             writes += self._execute(self._elements.update(planner.plan(desired, refused_keys)))
         self._unfinished, self._sync = set(), Sync.HELD
-        return Report(dict(writes), sum(writes.values()), dict(planner.refused))
+        return Report(writes, dict(planner.refused))
 
     def invalidate(self) -> None:
         if self._sync is Sync.HELD:

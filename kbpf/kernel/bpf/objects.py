@@ -177,9 +177,9 @@ class Map(syscalls.Fd):
         syscalls.check(result, "cannot look up and delete", f"map {self.name}")
         return out.raw
 
-    def update_batch(self, keys: bytes, values: bytes) -> int:
-        """Writes all entries, concatenated in `keys` and `values`; returns the number of calls."""
-        total, calls = len(keys) // self.key_size, 0
+    def update_batch(self, keys: bytes, values: bytes) -> None:
+        """Writes all entries, concatenated in `keys` and `values`."""
+        total = len(keys) // self.key_size
         opts = syscalls.BatchOpts()
         for start in range(0, total, BATCH_SIZE):
             n = min(BATCH_SIZE, total - start)
@@ -187,34 +187,29 @@ class Map(syscalls.Fd):
             k = keys[start * self.key_size : (start + n) * self.key_size]
             v = values[start * self.value_size : (start + n) * self.value_size]
             result = syscalls.lib().bpf_map_update_batch(self.fd, k, v, ctypes.byref(count), ctypes.byref(opts))
-            calls += 1
             if result == -ENOTSUPP:
                 for key, value in self._pairs(k, v, n):
                     self.update(key, value)
-                    calls += 1
             else:
                 self._check_write(result)
-        return calls
 
-    def delete_batch(self, keys: bytes) -> int:
-        """Deletes all keys; absent keys are ignored. Returns the number of calls."""
-        total, start, calls = len(keys) // self.key_size, 0, 0
+    def delete_batch(self, keys: bytes) -> None:
+        """Deletes all keys; absent keys are ignored."""
+        total, start = len(keys) // self.key_size, 0
         opts = syscalls.BatchOpts()
         while start < total:
             count = ctypes.c_uint32(min(BATCH_SIZE, total - start))
             k = keys[start * self.key_size : (start + count.value) * self.key_size]
             result = syscalls.lib().bpf_map_delete_batch(self.fd, k, ctypes.byref(count), ctypes.byref(opts))
-            calls += 1
             if result == -ENOTSUPP:
                 for i in range(start, total):
                     self.delete(keys[i * self.key_size : (i + 1) * self.key_size])
-                return calls + total - start
+                return
             start += count.value  # the kernel has set it to the number of deleted entries
             if result == -errno.ENOENT:
                 start += 1  # the batch stops at an absent key: continue after it
             else:
                 syscalls.check(result, "cannot delete", f"map {self.name}")
-        return calls
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         """Yields all entries, read in batches; an entry may occur twice if it is written

@@ -53,7 +53,6 @@ class AgentMaps:
         self.maps: dict[str, Map] = {}
         self.fill: Counter[str] = Counter()
         self.writes: Counter[str] = Counter()
-        self.calls = 0
         self.migration = MapMigration(self.maps)
         self._unpinned: set[str] = set()  # resized maps that programs do not use yet
         self._copies: dict[str, Map] = {}  # larger maps by name; every write goes to them too
@@ -136,13 +135,12 @@ class AgentMaps:
             self.writes[name] += count
             self.fill[name] -= count
 
-    def _write(self, name: str, write: Callable[[Map], int | None]) -> None:
-        """Writes to a map, and to its copy while it grows. `write` returns its number of system
-        calls, None for one. If either write fails they may differ, so the growth fails; the change
-        fails only if the map itself was not written.
+    def _write(self, name: str, write: Callable[[Map], None]) -> None:
+        """Writes to a map, and to its copy while it grows. If either write fails they may differ,
+        so the growth fails; the change fails only if the map itself was not written.
         """
         try:
-            calls = write(self.maps[name])
+            write(self.maps[name])
         except KernelError as error:
             self._copy_error = error
             raise
@@ -151,13 +149,11 @@ class AgentMaps:
                 write(self._copies[name])
             except KernelError as error:
                 self._copy_error = error
-        self.calls += 1 if calls is None else calls
 
-    def take_counts(self) -> tuple[dict[str, int], int]:
-        """The number of writes by map and of system calls since the last call."""
-        result = dict(self.writes), self.calls
-        self.writes, self.calls = Counter(), 0
-        return result
+    def take_counts(self) -> Mapping[str, int]:
+        """The number of writes by map since the last call."""
+        writes, self.writes = self.writes, Counter()
+        return writes
 
     def max_entries(self, name: str) -> int:
         """The maximum size of this map."""
