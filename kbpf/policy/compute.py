@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes what the kernel should do: a pure function of Services, slices, Node and config.
 
-compute_desired_state() computes it from all objects at once. DesiredStateBuilder updates it for
-what changed; the result is the same for any order and batching of events.
+DesiredStateBuilder updates it for what changed; the result is the same for any order and batching of
+events.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from kbpf.model.address import Addr, family_of
 from kbpf.model.config import Config, MapSizes
 from kbpf.model.desired import DesiredState, Frontend, FrontendAddress, FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.events import Kind
-from kbpf.model.objects import API_SERVER, Cidr, EndpointSlice, Node, Pod, Service, ServiceName, ServicePort
+from kbpf.model.objects import API_SERVER, Cidr, EndpointSlice, Node, Service, ServiceName, ServicePort
 from kbpf.policy.admission import (
     ApiServerAddress,
     ReservedAddresses,
@@ -37,7 +37,7 @@ from kbpf.policy.frontends import (
     service_families,
     source_ranges,
 )
-from kbpf.policy.store import ChangeSet, ObjectStore, pod_addresses
+from kbpf.policy.store import ChangeSet, ObjectStore
 
 
 class AdmissionContext(NamedTuple):
@@ -215,54 +215,6 @@ def _mark_node_address(frontend: Frontend, node_port_addresses: Collection[Addr]
     return replace(frontend, at_node=True) if is_node_address else frontend
 
 
-def compute_desired_state(
-    services: Iterable[Service],
-    slices: Iterable[EndpointSlice],
-    node: Node,
-    local_addresses: Collection[Addr],
-    config: Config,
-    pods: Iterable[Pod] | None = (),
-    api_servers: Iterable[ApiServerAddress] = (),
-    listeners: Collection[FrontendAddress] = (),
-    other_nodes: Iterable[Node] = (),
-    device_listeners: Collection[FrontendAddress] = (),
-) -> DesiredState:
-    """Computes everything at once, with conflicts resolved. `pods` are the exempt ones; None: not
-    known. `api_servers`, `listeners` and `device_listeners`: see admission.ReservedAddresses.
-    """
-    services = tuple(services)
-    by_service: defaultdict[ServiceName, list[EndpointSlice]] = defaultdict(list)
-    pod_ips: set[Addr] = set()
-    for slice_ in slices:
-        by_service[slice_.service_name].append(slice_)
-        pod_ips |= pod_addresses(slice_)
-    node_ips = {address for other_node in other_nodes for address in other_node.addresses}
-    node_state = _compute_node_state(node, local_addresses, config, pods, node_ips)
-    api_slices = by_service.get(API_SERVER, ())
-    reserved_addresses = compute_reserved(
-        node, local_addresses, api_servers, listeners, device_listeners, api_slices, config
-    )
-    ranges = config.node_port_source_ranges
-    context = AdmissionContext(
-        reserved_addresses,
-        pod_ips.__contains__,
-        node_ips.__contains__,
-        {address for service in services for address in service.cluster_ips}.__contains__,
-        frozenset(node_state.node_addresses),
-        ranges,
-    )
-    claims = Claims()
-    states: list[ServiceState] = []
-    for service in services:
-        service_slices = by_service.get(service.key, ())
-        for state in compute_service_states(service, service_slices, node, config, context):
-            claims.update(state.key, service.creation_timestamp, (), state.frontends)
-            states.append(state)
-    # After the loop: any later Service may win an address of an earlier one.
-    resolved = {state.key: claims.resolve(state) for state in states}
-    return DesiredState(resolved, **node_state._asdict())
-
-
 class NodeState(NamedTuple):
     """The fields of DesiredState that do not depend on Services, with the same names."""
 
@@ -272,23 +224,6 @@ class NodeState(NamedTuple):
     exempt_pods: tuple[str, ...] = ()
     exempt_pods_known: bool = False
     other_node_addresses: Container[Addr] = ()
-
-
-def _compute_node_state(
-    node: Node,
-    local_addresses: Collection[Addr],
-    config: Config,
-    pods: Iterable[Pod] | None,
-    other_nodes: Container[Addr],
-) -> NodeState:
-    return NodeState(
-        node_port_addresses(node, local_addresses, config),
-        masquerade_addresses(node, local_addresses),
-        local_networks(node, config),
-        tuple(sorted(pod.uid for pod in pods or () if config.mesh_pods or not pod.mesh)),
-        pods is not None,
-        other_nodes,
-    )
 
 
 class DesiredStateBuilder:
@@ -359,8 +294,14 @@ class DesiredStateBuilder:
         """Updates what does not depend on Services; returns the Services that must be computed
         again.
         """
-        node_state = _compute_node_state(store.node, local_addresses, config, store.pods, store.other_node_addresses)
-        self.node_state = node_state._replace(exempt_pods_known=Kind.POD in store.synced)
+        self.node_state = NodeState(
+            node_port_addresses(store.node, local_addresses, config),
+            masquerade_addresses(store.node, local_addresses),
+            local_networks(store.node, config),
+            tuple(sorted(pod.uid for pod in store.pods if config.mesh_pods or not pod.mesh)),
+            Kind.POD in store.synced,
+            store.other_node_addresses,
+        )
         api_slices = store.slices(API_SERVER)
         reserved_addresses = compute_reserved(
             store.node, local_addresses, api_servers, listeners, device_listeners, api_slices, config

@@ -2,9 +2,12 @@
 """Services, slices and nodes to compute with, most of them from short texts."""
 
 import ipaddress
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from kbpf.model.address import Addr, parse_addr
-from kbpf.model.desired import Backend
+from kbpf.model.config import Config
+from kbpf.model.desired import Backend, DesiredState
 from kbpf.model.events import Delete, Kind, ObjectKey, Upsert
 from kbpf.model.objects import (
     Cidr,
@@ -18,6 +21,8 @@ from kbpf.model.objects import (
     SlicePort,
     pack_names,
 )
+from kbpf.policy.compute import DesiredStateBuilder
+from kbpf.policy.store import ObjectStore
 
 
 def addrs(*texts: str) -> tuple[Addr, ...]:
@@ -49,6 +54,15 @@ def up(said: Service | EndpointSlice | Node | Pod) -> Upsert:
 
 def gone(said: Service | EndpointSlice | Node | Pod) -> Delete:
     return Delete(key(said))
+
+
+def state_of_all(
+    objects: Iterable[Service | EndpointSlice | Node | Pod], local: Collection[Addr], config: Config, **more: Any
+) -> DesiredState:
+    """By a builder that sees these objects at once, and nothing before. `more`: of its update()."""
+    store, builder = ObjectStore("me"), DesiredStateBuilder()
+    builder.update(store, store.apply(map(up, objects)), local, config, **more)
+    return builder.state
 
 
 def end(number: int, **said) -> Endpoint:
