@@ -18,7 +18,7 @@ Conflicts with another Service's NodePort are resolved by the claims in frontend
 depend on other Services.
 """
 
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from typing import Final
 
 import msgspec
@@ -35,6 +35,7 @@ from kbpf.model.objects import (
     Service,
     ServicePort,
 )
+from kbpf.policy.store import ObjectStore
 
 RESERVED_NETWORKS: Final = tuple(map(Cidr.parse, ("0.0.0.0/8", "240.0.0.0/4", "::/96", "fec0::/10")))
 """No Service needs an ExternalIP in these: "this network" and reserved (RFC 1122, RFC 1112),
@@ -114,15 +115,10 @@ def refusal_reason(
     port: ServicePort,
     frontend: Frontend,
     reserved: ReservedAddresses,
-    has_pod: Callable[[Addr], bool],
-    has_node: Callable[[Addr], bool],
-    has_cluster_ip: Callable[[Addr], bool],
+    store: ObjectStore,
 ) -> str:
     """Returns why the Service may not have this ExternalIP or LoadBalancer address; "" if it may.
-
-    `has_pod`: whether a Pod behind any Service has the address. `has_node`: whether another Node
-    has it. `has_cluster_ip`: whether it is the ClusterIP of any Service; the Service's own
-    ClusterIPs are no ExternalIPs.
+    The Service's own ClusterIPs are no ExternalIPs.
     """
     address = frontend.at.address
     is_external = frontend.kind is FrontendKind.EXTERNAL_IP
@@ -131,7 +127,7 @@ def refusal_reason(
     if not reason and service.key != API_SERVER:
         reason = _unconditional_refusal(frontend, reserved)
     if not reason and is_external:
-        reason = _external_ip_refusal(address, reserved, is_listed, has_cluster_ip)
+        reason = _external_ip_refusal(address, reserved, is_listed, store)
     if reason:
         return reason
     is_local = address in reserved.local_addresses
@@ -140,10 +136,10 @@ def refusal_reason(
         if is_local or reason:
             return reason
     is_own_node_port = port.node_port == frontend.at.port
-    if is_external and not is_listed and has_node(address) and not is_own_node_port:
+    if is_external and not is_listed and store.has_node(address) and not is_own_node_port:
         return "it is an address of another node, which --external-ips does not list"
     in_pod_network = any(cidr.contains(address) for cidr in reserved.pod_networks)
-    if not is_listed and (in_pod_network or (is_external and has_pod(address))):
+    if not is_listed and (in_pod_network or (is_external and store.has_pod(address))):
         return "it is an address of a Pod, or in the network of this node's Pods"
     return ""
 
@@ -194,13 +190,8 @@ def _unconditional_refusal(frontend: Frontend, reserved: ReservedAddresses) -> s
     return ""
 
 
-def _external_ip_refusal(
-    address: Addr,
-    reserved: ReservedAddresses,
-    is_listed: bool,
-    has_cluster_ip: Callable[[Addr], bool],
-) -> str:
-    if has_cluster_ip(address):
+def _external_ip_refusal(address: Addr, reserved: ReservedAddresses, is_listed: bool, store: ObjectStore) -> str:
+    if store.has_cluster_ip(address):
         return "it is the ClusterIP of another Service"
     if address in reserved.subnet_ends:
         return "it is the network or broadcast address of a subnet of this node"

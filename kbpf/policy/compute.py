@@ -6,7 +6,7 @@ events.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Container, Generator, Iterable, Iterator, Sequence, Set
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -46,9 +46,7 @@ class AdmissionContext(NamedTuple):
     """
 
     reserved: ReservedAddresses = ReservedAddresses()
-    has_pod: Callable[[Addr], bool] = lambda _: False
-    has_node: Callable[[Addr], bool] = lambda _: False
-    has_cluster_ip: Callable[[Addr], bool] = lambda _: False
+    store: ObjectStore = ObjectStore("")
     node_port_addresses: frozenset[Addr] = frozenset()
     node_port_ranges: tuple[Cidr, ...] = ()
 
@@ -179,9 +177,7 @@ def _admit(
     if not service.external_ips and not service.lb_vips:
         return requested, (), left_to_node
     reasons = [
-        refusal_reason(
-            service, port, frontend, context.reserved, context.has_pod, context.has_node, context.has_cluster_ip
-        )
+        refusal_reason(service, port, frontend, context.reserved, context.store)
         if frontend.kind in (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
         else ""
         for frontend in requested
@@ -316,14 +312,8 @@ class DesiredStateBuilder:
         # ExternalIPs that became or ceased to be addresses of Pods, other Nodes or Services.
         for address in touched.addresses & self._services_by_external_ip.keys():
             names = {*names, *self._services_by_external_ip[address]}
-        ranges = config.node_port_source_ranges
         self._context = AdmissionContext(
-            reserved_addresses,
-            store.has_pod,
-            store.has_node,
-            store.has_cluster_ip,
-            frozenset(self.node_state.node_addresses),
-            ranges,
+            reserved_addresses, store, frozenset(self.node_state.node_addresses), config.node_port_source_ranges
         )
         return names
 
