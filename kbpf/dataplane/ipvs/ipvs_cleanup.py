@@ -90,7 +90,7 @@ def read_elements() -> frozenset[Element] | None:
     """The elements of the sets of our table; None if it does not exist."""
     if not has_table():
         return None
-    return ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(ruleset.RulesetOptions())))
+    return ruleset.parse_elements(forward_rules.run_transaction(ruleset.LIST_TABLE))
 
 
 def _owned_services(elements: Iterable[Element]) -> set[VirtualService]:
@@ -162,7 +162,7 @@ def remove(
     by now. `with_forward_rules` is False if another mode still needs the rules in FORWARD. Raises
     KernelError if the kernel refuses.
     """
-    options, removed = ruleset_options(config), []
+    removed = []
     owned = read_owned_services()
     # The table is removed last: if this is interrupted, the next call finds everything again.
     services = _services_at_device() if owned is None else owned
@@ -176,12 +176,12 @@ def remove(
     if dummy.is_ours(IPVS_DEVICE) and (dry_run or dummy.remove(IPVS_DEVICE)):
         removed.append(f"device {IPVS_DEVICE}")
     if dry_run:
-        return (*removed, *([f"nftables inet {options.table}"] if owned is not None else []))
+        return (*removed, *([f"nftables inet {ruleset.TABLE}"] if owned is not None else []))
     if owned is not None:
         for chain in forward_rules.list_forward_chains() if with_forward_rules else ():
             forward_rules.remove_masquerade_rules(chain)
-        forward_rules.run_transaction(*ruleset.delete_table(options), hint=ROOT_HINT)
-        removed.append(f"nftables inet {options.table}")
+        forward_rules.run_transaction(ruleset.DELETE_TABLE, hint=ROOT_HINT)
+        removed.append(f"nftables inet {ruleset.TABLE}")
     statefile.remove_files(config.ipvs_folder)
     for path in (config.ipvs_folder, config.state_dir):
         with contextlib.suppress(OSError):
@@ -206,7 +206,6 @@ class PreviousIpvsPlane(PreviousDataPlane):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._config = config
-        self._options = ruleset_options(config)
 
     def claim(self) -> bool:
         if not has_state(self._config):
@@ -227,7 +226,7 @@ class PreviousIpvsPlane(PreviousDataPlane):
         with contextlib.suppress(OSError):  # the device was removed
             dummy.delete_addresses(dummy.get_ifindex(IPVS_DEVICE), idle_addresses)
         if idle_elements := [element for element in elements if _is_at_address(element, idle_addresses)]:
-            forward_rules.run_transaction(*ruleset.delete_elements(self._options, idle_elements))
+            forward_rules.run_transaction(*ruleset.delete_elements(idle_elements))
         return sum(connection_counts.values())
 
     def _remove(self) -> None:

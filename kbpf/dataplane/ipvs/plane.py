@@ -70,7 +70,7 @@ class IpvsPlane:
         self._options = cleanup.ruleset_options(config)
         self._state_dir = config.ipvs_folder
         self._lock = -1
-        self._settings = NodeSettings(config, self._options)
+        self._settings = NodeSettings(config)
         # A copy, since another thread counts than the one that calls apply().
         self.shared = IpvsAccess(lambda: dict(self._elements.plans))
         self._reset()
