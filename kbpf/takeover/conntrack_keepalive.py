@@ -32,9 +32,10 @@ from typing import Any, Final
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs
-from kbpf.kernel.net.ipvs import IpvsCommand, VirtualServiceKey
+from kbpf.kernel.net.ipvs import IpvsCommand
 from kbpf.kernel.netfilter import conntrack, forward_rules, named_objects, nft, xtables
 from kbpf.model.address import Addr, family_of, format_addr, parse_addr
+from kbpf.model.desired import VirtualService
 from kbpf.model.objects import Protocol
 
 TABLE: Final = "kbpf-keepalive"
@@ -202,12 +203,12 @@ def _rule_deletions(families: Collection[str]) -> list[forward_rules.Json]:
 # ---- virtual services of IPVS --------------------------------------------------------------------
 
 
-def family_name(service: VirtualServiceKey) -> str:
+def family_name(service: VirtualService) -> str:
     """ "ip" or "ip6"."""
     return _FAMILY_NAMES[family_of(service.address)]
 
 
-def keep_services(services: Collection[VirtualServiceKey], addresses: Collection[Addr]) -> None:
+def keep_services(services: Collection[VirtualService], addresses: Collection[Addr]) -> None:
     """Records these virtual services as kept and adds their addresses to DEVICE. Their creator may
     then remove its own device.
     """
@@ -218,7 +219,7 @@ def keep_services(services: Collection[VirtualServiceKey], addresses: Collection
         raise error
 
 
-def quiesce(client: ipvs.IpvsClient, services: Iterable[VirtualServiceKey]) -> None:
+def quiesce(client: ipvs.IpvsClient, services: Iterable[VirtualService]) -> None:
     """Sets all weights of these virtual services to 0: existing connections continue, new ones are
     not accepted.
     """
@@ -233,7 +234,7 @@ def quiesce(client: ipvs.IpvsClient, services: Iterable[VirtualServiceKey]) -> N
     )
 
 
-def list_kept_services(families: Iterable[str]) -> tuple[VirtualServiceKey, ...]:
+def list_kept_services(families: Iterable[str]) -> tuple[VirtualService, ...]:
     """The kept virtual services of these families; a family without the table has none."""
     elements = (element for family in families for element in _list_elements(family))
     return tuple(sorted(map(_parse_element, elements)))
@@ -259,7 +260,7 @@ def count_connections() -> int:
         return sum(client.count_connections(service) for service in services)
 
 
-def _remove_idle_services(families: Collection[str], force: bool) -> tuple[VirtualServiceKey, ...]:
+def _remove_idle_services(families: Collection[str], force: bool) -> tuple[VirtualService, ...]:
     """Deletes kept virtual services without connections and returns those that remain.
 
     If kube-proxy came back and uses some of them again (a nonzero weight), these are its own and
@@ -300,11 +301,11 @@ def _remove_idle_services(families: Collection[str], force: bool) -> tuple[Virtu
     return busy_services
 
 
-def _accepts_connections(client: ipvs.IpvsClient, service: VirtualServiceKey) -> bool:
+def _accepts_connections(client: ipvs.IpvsClient, service: VirtualService) -> bool:
     return any(entry.weight for entry in client.list_servers(service))
 
 
-def _element_commands(verb: str, services: Iterable[VirtualServiceKey]) -> list[forward_rules.Json]:
+def _element_commands(verb: str, services: Iterable[VirtualService]) -> list[forward_rules.Json]:
     """Returns commands that "add" virtual services to their sets, or "delete" them."""
     by_family: dict[str, list[Any]] = {}
     for service in sorted(services):
@@ -325,7 +326,7 @@ def _element_commands(verb: str, services: Iterable[VirtualServiceKey]) -> list[
     ]
 
 
-def _parse_element(element: forward_rules.Json) -> VirtualServiceKey:
+def _parse_element(element: forward_rules.Json) -> VirtualService:
     protocol_name, address, port = element["concat"]
     protocol = Protocol(protocol_name) if isinstance(protocol_name, int) else Protocol[str(protocol_name).upper()]
-    return VirtualServiceKey(protocol, parse_addr(str(address)), int(port))
+    return VirtualService(protocol, parse_addr(str(address)), int(port))

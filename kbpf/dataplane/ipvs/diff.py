@@ -15,15 +15,13 @@ from kbpf.dataplane.ipvs.plan import (
     OWNERSHIP_SETS,
     Element,
     ElementField,
-    RealServer,
     ServerPool,
     ServicePortPlan,
     SetName,
-    VirtualService,
     target_service,
 )
 from kbpf.model.address import Addr
-from kbpf.model.desired import ServicePortKey
+from kbpf.model.desired import RealServer, ServicePortKey, VirtualService
 from kbpf.model.ref_counts import RefCounts
 
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.diff import Changes
 from kbpf.dataplane.ipvs.ipvs_cleanup import ROOT_HINT, refuse_foreign_table
-from kbpf.dataplane.ipvs.plan import Element, ServerPool, SetName, VirtualService
+from kbpf.dataplane.ipvs.plan import Element, ServerPool, SetName
 from kbpf.dataplane.ipvs.virtual_services import VirtualServices
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs
 from kbpf.kernel.netfilter import forward_rules, nft
 from kbpf.model.address import Addr
 from kbpf.model.config import IPVS_DEVICE
+from kbpf.model.desired import VirtualService
 from kbpf.takeover import conntrack_keepalive
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.ipvs import ruleset, statefile
-from kbpf.dataplane.ipvs.plan import Element, SetName, VirtualService, owned_service
+from kbpf.dataplane.ipvs.plan import Element, SetName, owned_service
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs
-from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, VirtualServiceKey
+from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand
 from kbpf.kernel.netfilter import forward_rules, nft
 from kbpf.kernel.system.private_folders import LOCK_TIMEOUT_S, PRIVATE_MODE, lock_folder
 from kbpf.model.config import IPVS_DEVICE, Config, LocalMode
+from kbpf.model.desired import VirtualService
 from kbpf.takeover import conntrack_keepalive
 from kbpf.takeover.previous import PreviousDataPlane
 
@@ -98,14 +99,13 @@ def _owned_services(elements: Iterable[Element]) -> set[VirtualService]:
     return {virtual for element in elements if (virtual := owned_service(element)) is not None}
 
 
-def read_owned_services() -> set[VirtualServiceKey] | None:
+def read_owned_services() -> set[VirtualService] | None:
     """The virtual services that our table records as ours; None if it does not exist."""
-    if (elements := read_elements()) is None:
-        return None
-    return {VirtualServiceKey(*virtual) for virtual in _owned_services(elements)}
+    elements = read_elements()
+    return None if elements is None else _owned_services(elements)
 
 
-def _delete_services(client: IpvsClient, services: Collection[VirtualServiceKey]) -> None:
+def _delete_services(client: IpvsClient, services: Collection[VirtualService]) -> None:
     """Deletes virtual services; missing ones are ignored. Raises KernelError if the kernel
     refuses.
     """
@@ -114,7 +114,7 @@ def _delete_services(client: IpvsClient, services: Collection[VirtualServiceKey]
     )
 
 
-def _services_at_device() -> set[VirtualServiceKey]:
+def _services_at_device() -> set[VirtualService]:
     """The virtual services on the addresses of our device. Without the table this is all that
     shows which ones are ours.
     """
@@ -130,7 +130,7 @@ def _services_at_device() -> set[VirtualServiceKey]:
         return {key for key in services if not key.fwmark and key.address in addresses}
 
 
-def _kube_proxy_test(is_running: bool) -> Callable[[VirtualServiceKey], bool]:
+def _kube_proxy_test(is_running: bool) -> Callable[[VirtualService], bool]:
     """Returns a function that decides whether a virtual service was taken over by a kube-proxy of
     mode ipvs: its address is on kube-proxy's device, or it is a NodePort in one of kube-proxy's IP
     sets. A running kube-proxy may not have filled its sets yet, so with `is_running` every virtual
@@ -142,7 +142,7 @@ def _kube_proxy_test(is_running: bool) -> Callable[[VirtualServiceKey], bool]:
     own_addresses = dummy.addresses_of(IPVS_DEVICE)
     ports = conntrack_keepalive.list_node_ports()
 
-    def is_kube_proxy_service(service: VirtualServiceKey) -> bool:
+    def is_kube_proxy_service(service: VirtualService) -> bool:
         if service.fwmark or service.address in kube_proxy_addresses:
             return not service.fwmark  # kube-proxy has no virtual services by fwmark
         port = service.protocol, service.port
@@ -218,10 +218,10 @@ class PreviousIpvsPlane(PreviousDataPlane):
         if not (owned := _owned_services(elements)):
             return 0
         with contextlib.closing(IpvsClient()) as client:
-            connection_counts = {virtual: client.count_connections(VirtualServiceKey(*virtual)) for virtual in owned}
+            connection_counts = {virtual: client.count_connections(virtual) for virtual in owned}
             busy_addresses = {virtual.address for virtual, n in connection_counts.items() if n}
             idle_services = [v for v in connection_counts if v.address not in busy_addresses and not v.fwmark]
-            _delete_services(client, [VirtualServiceKey(*virtual) for virtual in idle_services])
+            _delete_services(client, idle_services)
         idle_addresses = {virtual.address for virtual in idle_services}
         with contextlib.suppress(OSError):  # the device was removed
             dummy.delete_addresses(dummy.get_ifindex(IPVS_DEVICE), idle_addresses)

@@ -25,38 +25,16 @@ from kbpf.model.desired import (
     Frontend,
     FrontendAddress,
     FrontendKind,
+    RealServer,
     ServicePortKey,
     ServiceState,
     Spread,
+    VirtualService,
 )
 from kbpf.model.objects import Algorithm, Cidr, Protocol
 
 HOST_PREFIX_LENGTH: Final = 128
 """The prefix length of one address."""
-
-
-class VirtualService(NamedTuple):
-    """A virtual service: of an address and port, or, if `fwmark` is not 0, of all packets with that
-    fwmark. Then `address` is the ANY address of the family, `port` is 0 and `protocol` is TCP,
-    which is what the kernel reports for such a service.
-    """
-
-    protocol: Protocol
-    address: Addr
-    port: int
-    fwmark: int = 0
-
-    @property
-    def family(self) -> int:
-        """4 or 6."""
-        return family_of(self.address)
-
-
-class RealServer(NamedTuple):
-    """A real server of a virtual service."""
-
-    address: Addr
-    port: int
 
 
 class ServerPool(msgspec.Struct, frozen=True):
@@ -293,14 +271,6 @@ def _remove_nested(networks: Iterable[Cidr]) -> list[Cidr]:
         if not any(outer.contains(network.address) for outer in outermost):
             outermost.append(network)
     return outermost
-
-
-def virtual_service_of(protocol: int, address: Addr, port: int, fwmark: int) -> VirtualService | None:
-    """A virtual service in the kernel; None for protocols that Services do not have."""
-    try:
-        return VirtualService(Protocol(protocol), address, port, fwmark)
-    except ValueError:
-        return None
 
 
 def fwmark_service(family: int, fwmark: int) -> VirtualService:

@@ -28,7 +28,6 @@ from kbpf.dataplane.ipvs.plan import (
     NODE_KEY,
     Element,
     ServicePortPlan,
-    VirtualService,
     fwmark_service,
     owned_service,
     without_service,
@@ -40,9 +39,8 @@ from kbpf.errors import KernelError
 from kbpf.kernel.net.ipvs import IpvsClient
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.config import IPVS_DEVICE, Config
-from kbpf.model.desired import DesiredState, ServicePortKey
+from kbpf.model.desired import DesiredState, ServicePortKey, VirtualService
 from kbpf.model.metrics import IPVS_COUNTERS, ConnectionStats, Pause, PortName, TrafficStats
-from kbpf.model.objects import Protocol
 from kbpf.model.status import ModeChoice
 
 log = logging.getLogger("kbpf.dataplane")
@@ -314,7 +312,7 @@ def count_traffic(plans: Mapping[ServicePortKey, ServicePortPlan], pause: Pause)
     IPVS does not answer.
     """
     owners = {
-        tuple(virtual): (key.namespace, key.name, key.port, key.protocol.name)
+        virtual: (key.namespace, key.name, key.port, key.protocol.name)
         for key, plan in plans.items()
         if key != NODE_KEY
         for virtual in plan.pools
@@ -325,9 +323,7 @@ def count_traffic(plans: Mapping[ServicePortKey, ServicePortPlan], pause: Pause)
         service_stats = client.read_stats()
     pause()
     for service, stats in service_stats:
-        if service.protocol not in Protocol.__members__.values():  # another program's
-            continue
-        name = owners.get(tuple(VirtualService(Protocol(service.protocol), *service[1:])))
+        name = owners.get(service)
         if name is not None and stats.opened:
             totals[name] = totals.get(name, ConnectionStats()).plus(stats)
     return TrafficStats(totals=tuple(totals.items()), counted_fields=IPVS_COUNTERS)

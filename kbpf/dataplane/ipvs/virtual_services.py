@@ -12,28 +12,12 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from typing import Final
 
 from kbpf.dataplane.ipvs.diff import Changes
-from kbpf.dataplane.ipvs.plan import (
-    Element,
-    RealServer,
-    ServerPool,
-    ServicePortPlan,
-    VirtualService,
-    ownership_element,
-    virtual_service_of,
-)
+from kbpf.dataplane.ipvs.plan import Element, ServerPool, ServicePortPlan, ownership_element
 from kbpf.errors import KernelError
 from kbpf.kernel.net import ipvs
-from kbpf.kernel.net.ipvs import (
-    ConnectionTimeouts,
-    IpvsClient,
-    IpvsCommand,
-    IpvsServiceFlag,
-    RealServerKey,
-    VirtualServiceKey,
-    VirtualServiceSettings,
-)
+from kbpf.kernel.net.ipvs import ConnectionTimeouts, IpvsClient, IpvsCommand, IpvsServiceFlag, VirtualServiceSettings
 from kbpf.kernel.system import modules
-from kbpf.model.address import family_of
+from kbpf.model.desired import RealServer, VirtualService
 from kbpf.model.metrics import UdpCuts
 
 FALLBACK_SCHEDULER, LAST_RESORT_SCHEDULER = "wrr", "rr"
@@ -146,28 +130,23 @@ class VirtualServices:
         """
         self._draining.clear()
         pools: dict[VirtualService, ServerPool] = {}
-        for service, settings in self._client.list_services():
-            virtual = virtual_service_of(*service)
-            if virtual is not None and (ownership_element(virtual) in elements or virtual in owned):
-                pools[virtual] = self._read_pool(virtual, service, settings)
+        for virtual, settings in self._client.list_services():
+            if ownership_element(virtual) in elements or virtual in owned:
+                pools[virtual] = self._read_pool(virtual, settings)
         return pools
 
     def read_current_pool(self, virtual: VirtualService) -> ServerPool | None:
         """Reads one virtual service; None if it does not exist."""
         self._draining.pop(virtual, None)
-        service = VirtualServiceKey(*virtual)
-        settings = self._client.read_settings(service)
-        return None if settings is None else self._read_pool(virtual, service, settings)
+        settings = self._client.read_settings(virtual)
+        return None if settings is None else self._read_pool(virtual, settings)
 
-    def _read_pool(
-        self, virtual: VirtualService, service: VirtualServiceKey, settings: VirtualServiceSettings
-    ) -> ServerPool:
+    def _read_pool(self, virtual: VirtualService, settings: VirtualServiceSettings) -> ServerPool:
         servers = []
-        for status in self._client.list_servers(service):
-            server = RealServer(*status.server)
-            servers.append((server, status.weight))
+        for status in self._client.list_servers(virtual):
+            servers.append((status.server, status.weight))
             if status.weight == 0:
-                self._draining.setdefault(virtual, set()).add(server)
+                self._draining.setdefault(virtual, set()).add(status.server)
         by_port = bool(settings.flags & IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT)
         # Sorted, so that it compares equal to a planned pool: the kernel's order is arbitrary.
         return ServerPool(settings.scheduler, settings.persistence, by_port, tuple(sorted(servers)))
@@ -176,7 +155,7 @@ class VirtualServices:
         """Whether IPVS still has this virtual service, if any. If not, another program may have
         flushed IPVS or reloaded the module, so a new netlink socket is opened.
         """
-        if virtual is None or self._client.read_settings(VirtualServiceKey(*virtual)) is not None:
+        if virtual is None or self._client.read_settings(virtual) is not None:
             return True
         self._client.close()
         self._client = _open_ipvs()
@@ -184,7 +163,7 @@ class VirtualServices:
 
     def is_idle(self, virtual: VirtualService) -> bool:
         """Whether it has no connections, neither active nor inactive."""
-        return not self._client.count_connections(VirtualServiceKey(*virtual))
+        return not self._client.count_connections(virtual)
 
     # ---- changing --------------------------------------------------------------------------
 
@@ -214,14 +193,11 @@ class VirtualServices:
         """
         flows_by_family: dict[int, int] = {}
         for virtual, cut_servers in _by_service(cuts).items():
-            statuses = self._client.list_servers(VirtualServiceKey(*virtual))
+            statuses = self._client.list_servers(virtual)
             flows = sum(
-                status.active_conns + status.inactive_conns
-                for status in statuses
-                if RealServer(*status.server) in cut_servers
+                status.active_conns + status.inactive_conns for status in statuses if status.server in cut_servers
             )
-            family = family_of(virtual.address)
-            flows_by_family[family] = flows_by_family.get(family, 0) + flows
+            flows_by_family[virtual.family] = flows_by_family.get(virtual.family, 0) + flows
         return flows_by_family
 
     def _apply_requests(
@@ -288,17 +264,16 @@ class VirtualServices:
         self, command: IpvsCommand, virtual: VirtualService, pool: ServerPool | None = None
     ) -> ipvs.IpvsRequest:
         settings = None if pool is None else self._schedulers.settings(pool)
-        return ipvs.IpvsRequest(command, VirtualServiceKey(*virtual), settings)
+        return ipvs.IpvsRequest(command, virtual, settings)
 
     def remove_drained(self) -> None:
         """Deletes drained real servers that have no connections left."""
         requests = []
         for virtual, servers in list(self._draining.items()):
-            for status in self._client.list_servers(VirtualServiceKey(*virtual)):
-                server = RealServer(*status.server)
-                if server in servers and not status.active_conns and not status.inactive_conns:
-                    requests.append(_server_request(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, server))
-                    servers.discard(server)
+            for status in self._client.list_servers(virtual):
+                if status.server in servers and not status.active_conns and not status.inactive_conns:
+                    requests.append(_server_request(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, status.server))
+                    servers.discard(status.server)
             if not servers:
                 del self._draining[virtual]
         self._client.apply(requests, ALREADY_ABSENT_ERRNOS[IpvsCommand.IPVS_CMD_DEL_DEST])
@@ -328,4 +303,4 @@ def _error_text(request: ipvs.IpvsRequest, code: int) -> str:
 def _server_request(
     command: IpvsCommand, virtual: VirtualService, server: RealServer, weight: int = 0
 ) -> ipvs.IpvsRequest:
-    return ipvs.IpvsRequest(command, VirtualServiceKey(*virtual), None, RealServerKey(*server), weight)
+    return ipvs.IpvsRequest(command, virtual, None, server, weight)

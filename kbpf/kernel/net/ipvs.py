@@ -29,7 +29,8 @@ from kbpf.kernel.net.netlink import (
     parse_string,
 )
 from kbpf.kernel.system import sysctl
-from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, format_endpoint, parse_addr
+from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, parse_addr
+from kbpf.model.desired import RealServer, VirtualService
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Protocol
 
@@ -99,38 +100,12 @@ class IpvsServiceFlag(IntFlag):
     IP_VS_SVC_F_SCHED_SH_PORT = 0x10
 
 
-class VirtualServiceKey(NamedTuple):
-    """The key of a virtual service: address and port, or a fwmark. With a fwmark the address says
-    only which family it is, and protocol and port are ignored.
-    """
-
-    protocol: int
-    address: Addr
-    port: int
-    fwmark: int = 0
-
-    def __str__(self) -> str:
-        if self.fwmark:
-            return f"mark {self.fwmark:#x} IPv{family_of(self.address)}"
-        return f"{format_endpoint(self.address, self.port)}/{self.protocol}"
-
-
 class VirtualServiceSettings(NamedTuple):
     """How a virtual service chooses servers. `persistence` is in seconds, 0 for none."""
 
     scheduler: str
     persistence: int = 0
     flags: IpvsServiceFlag = IpvsServiceFlag(0)
-
-
-class RealServerKey(NamedTuple):
-    """The key of a real server within its virtual service."""
-
-    address: Addr
-    port: int
-
-    def __str__(self) -> str:
-        return format_endpoint(self.address, self.port)
 
 
 class ConnectionTimeouts(NamedTuple):
@@ -146,7 +121,7 @@ class RealServerStatus(NamedTuple):
     since it was created.
     """
 
-    server: RealServerKey
+    server: RealServer
     weight: int
     active_conns: int
     inactive_conns: int
@@ -157,9 +132,9 @@ class IpvsRequest(NamedTuple):
     """One change. `weight` applies only with `server`, `settings` only without."""
 
     command: IpvsCommand
-    service: VirtualServiceKey
+    service: VirtualService
     settings: VirtualServiceSettings | None = None
-    server: RealServerKey | None = None
+    server: RealServer | None = None
     weight: int = 0
 
     def __str__(self) -> str:
@@ -264,7 +239,7 @@ def _encode_service(request: IpvsRequest) -> bytes:
     return b"".join(parts)
 
 
-def _encode_server(server: RealServerKey, weight: int) -> bytes:
+def _encode_server(server: RealServer, weight: int) -> bytes:
     v4 = family_of(server.address) == 4
     return b"".join(
         (
@@ -292,7 +267,7 @@ def _decode_address(raw: bytes, family: int) -> Addr:
     return Addr(V4_PREFIX + raw[:4]) if family == socket.AF_INET else Addr(raw[:16])
 
 
-def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettings]:
+def decode_service(body: bytes) -> tuple[VirtualService, VirtualServiceSettings]:
     """Decodes a reply to IPVS_CMD_GET_SERVICE."""
     attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[uapi.IPVS_CMD_ATTR_SERVICE])
     family = _U16.unpack(attrs[uapi.IPVS_SVC_ATTR_AF])[0]
@@ -307,14 +282,14 @@ def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettin
         ),
     )
     if fwmark:
-        return VirtualServiceKey(socket.IPPROTO_TCP, wildcard, 0, fwmark), settings
+        return VirtualService(socket.IPPROTO_TCP, wildcard, 0, fwmark), settings
     address = _decode_address(attrs[uapi.IPVS_SVC_ATTR_ADDR], family)
     port = _BE16.unpack(attrs[uapi.IPVS_SVC_ATTR_PORT])[0]
     protocol = _U16.unpack(attrs[uapi.IPVS_SVC_ATTR_PROTOCOL])[0]
-    return VirtualServiceKey(protocol, address, port), settings
+    return VirtualService(protocol, address, port), settings
 
 
-def decode_stats(body: bytes) -> tuple[VirtualServiceKey, ConnectionStats]:
+def decode_stats(body: bytes) -> tuple[VirtualService, ConnectionStats]:
     """Decodes the counters in the same reply: IPVS_COUNTERS since the service was created."""
     attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[uapi.IPVS_CMD_ATTR_SERVICE])
     return decode_service(body)[0], _decode_counters(attrs.get(uapi.IPVS_SVC_ATTR_STATS64, b""))
@@ -341,7 +316,7 @@ def decode_server(body: bytes, family: int) -> RealServerStatus:
     )
     address = _decode_address(attrs[uapi.IPVS_DEST_ATTR_ADDR], server_family)
     return RealServerStatus(
-        RealServerKey(address, _BE16.unpack(attrs[uapi.IPVS_DEST_ATTR_PORT])[0]),
+        RealServer(address, _BE16.unpack(attrs[uapi.IPVS_DEST_ATTR_PORT])[0]),
         parse_int32(attrs[uapi.IPVS_DEST_ATTR_WEIGHT]),
         parse_int32(attrs.get(uapi.IPVS_DEST_ATTR_ACTIVE_CONNS)),
         parse_int32(attrs.get(uapi.IPVS_DEST_ATTR_INACT_CONNS)),
@@ -386,13 +361,13 @@ class IpvsClient:
         """Sets the timeouts that are not 0."""
         self._netlink.request(self._family_id, encode_timeouts(timeouts))
 
-    def list_services(self) -> list[tuple[VirtualServiceKey, VirtualServiceSettings]]:
+    def list_services(self) -> list[tuple[VirtualService, VirtualServiceSettings]]:
         """Lists all virtual services, including those of other programs."""
         body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, uapi.IPVS_GENL_VERSION, 0)
         messages = self._netlink.dump(self._family_id, body)
         return [decode_service(message.body) for message in messages]
 
-    def read_settings(self, service: VirtualServiceKey) -> VirtualServiceSettings | None:
+    def read_settings(self, service: VirtualService) -> VirtualServiceSettings | None:
         """Reads the settings of one virtual service; None if it does not exist."""
         body = encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_GET_SERVICE, service))
         try:
@@ -403,13 +378,13 @@ class IpvsClient:
             raise
         return decode_service(reply.body)[1]
 
-    def read_stats(self) -> list[tuple[VirtualServiceKey, ConnectionStats]]:
+    def read_stats(self) -> list[tuple[VirtualService, ConnectionStats]]:
         """Reads the counters of all virtual services, including those of other programs."""
         body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, uapi.IPVS_GENL_VERSION, 0)
         messages = self._netlink.dump(self._family_id, body)
         return [decode_stats(message.body) for message in messages]
 
-    def list_servers(self, service: VirtualServiceKey) -> list[RealServerStatus]:
+    def list_servers(self, service: VirtualService) -> list[RealServerStatus]:
         """Lists the real servers of a virtual service; empty if it does not exist."""
         body = encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_GET_DEST, service))
         family = family_of(service.address)
@@ -421,7 +396,7 @@ class IpvsClient:
             raise
         return [decode_server(message.body, family) for message in messages]
 
-    def count_connections(self, service: VirtualServiceKey) -> int:
+    def count_connections(self, service: VirtualService) -> int:
         """Counts the connections of a virtual service, including closed ones that have not
         expired.
         """

@@ -15,13 +15,10 @@ from pyroute2 import IPSet
 from kbpf.cli import cleanup
 from kbpf.dataplane.ipvs import ipvs_cleanup
 from kbpf.dataplane.ipvs.plan import Element, SetName
-from kbpf.kernel.net.ipvs import (
-    RealServerKey,
-    VirtualServiceKey,
-    VirtualServiceSettings,
-)
+from kbpf.kernel.net.ipvs import VirtualServiceSettings
 from kbpf.kernel.netfilter import forward_rules, nft
 from kbpf.model.address import parse_addr
+from kbpf.model.desired import RealServer, VirtualService
 from kbpf.model.objects import Protocol
 from kbpf.takeover import conntrack_keepalive, detect
 from kbpf.takeover.detect import Detection, Responder
@@ -410,10 +407,10 @@ def test_ended_udp_flows_are_counted_and_tcp_flows_are_kept(node: Node):
 
     assert apply("10.244.1.2:53 10.244.1.3:53") == []
     for virtual, flows in ((udp(VIP, 53), (1, 4)), (tcp(VIP, 80), (50, 50))):
-        node.ipvs.connections[virtual, RealServerKey(parse_addr("10.244.1.2"), 53)] = flows
+        node.ipvs.connections[virtual, RealServer(parse_addr("10.244.1.2"), 53)] = flows
     assert apply("10.244.1.3:53") == [{4: 5}]
     assert node.tick().udp_cuts == ()
 
 
-def udp(address: str, port: int) -> VirtualServiceKey:
-    return VirtualServiceKey(socket.IPPROTO_UDP, parse_addr(address), port)
+def udp(address: str, port: int) -> VirtualService:
+    return VirtualService(socket.IPPROTO_UDP, parse_addr(address), port)

@@ -20,7 +20,6 @@ from kbpf.dataplane.ipvs.plan import (
     ServerPool,
     ServicePortPlan,
     SetName,
-    VirtualService,
     fwmark_service,
     needs_fwmark,
     owned_service,
@@ -30,7 +29,7 @@ from kbpf.dataplane.ipvs.plan import (
 )
 from kbpf.dataplane.ipvs.port_planner import NodePortConflicts
 from kbpf.model.address import Addr, format_addr, format_endpoint, parse_addr
-from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
+from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState, VirtualService
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.plane import desired, service

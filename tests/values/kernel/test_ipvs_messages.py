@@ -8,27 +8,20 @@ import socket
 from pyroute2.netlink.generic.ipvs import ipvsmsg
 
 from kbpf.kernel.net import ipvs
-from kbpf.kernel.net.ipvs import (
-    ConnectionTimeouts,
-    IpvsCommand,
-    IpvsRequest,
-    IpvsServiceFlag,
-    RealServerKey,
-    VirtualServiceKey,
-    VirtualServiceSettings,
-)
+from kbpf.kernel.net.ipvs import ConnectionTimeouts, IpvsCommand, IpvsRequest, IpvsServiceFlag, VirtualServiceSettings
 from kbpf.kernel.net.netlink import pack_attribute
 from kbpf.model.address import ANY6, parse_addr
+from kbpf.model.desired import RealServer, VirtualService
 from kbpf.model.metrics import ConnectionStats
 from tests.support.table import each_case, each_pair
 
 HEADER = bytes(16)
-WEB = VirtualServiceKey(6, parse_addr("10.96.0.1"), 80)
-WEB6 = VirtualServiceKey(6, parse_addr("fd00::1"), 80)
+WEB = VirtualService(6, parse_addr("10.96.0.1"), 80)
+WEB6 = VirtualService(6, parse_addr("fd00::1"), 80)
 
 
-SERVER = RealServerKey(parse_addr("10.0.0.1"), 8080)
-SERVER6 = RealServerKey(parse_addr("fd00::9"), 8080)
+SERVER = RealServer(parse_addr("10.0.0.1"), 8080)
+SERVER6 = RealServer(parse_addr("fd00::9"), 8080)
 BY_PORT = IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK | IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT
 
 
@@ -63,7 +56,7 @@ ROWS = {
         f"cmd=2 {V4} s.SCHED_NAME=mh s.FLAGS=0x18/0x19 s.TIMEOUT=0 s.NETMASK=255.255.255.255",
     ),
     "by mark": (
-        IpvsRequest(NEW, VirtualServiceKey(6, ANY6, 0, 0x6B620001), VirtualServiceSettings("sh")),
+        IpvsRequest(NEW, VirtualService(6, ANY6, 0, 0x6B620001), VirtualServiceSettings("sh")),
         f"cmd=1 s.AF={int(socket.AF_INET6)} s.FWMARK={0x6B620001} s.SCHED_NAME=sh s.FLAGS=0x0/0x19 s.TIMEOUT=0 "
         "s.NETMASK=128.0.0.0",
     ),
@@ -125,5 +118,5 @@ def test_service_stats_use_the_64_bit_counters():
 def test_errors_name_the_service_and_the_server():
     change = IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, WEB, None, SERVER, 1)
     assert str(change) == "create real server 10.96.0.1:80/6 -> 10.0.0.1:8080"
-    gone = IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, VirtualServiceKey(6, ANY6, 0, 7))
+    gone = IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, VirtualService(6, ANY6, 0, 7))
     assert str(gone) == "delete virtual service mark 0x7 IPv6"
