@@ -172,12 +172,14 @@ class PinsRemovedError(KernelError):
 
 
 @contextlib.contextmanager
-def kernel_errors(what: str, where: str = "") -> Iterator[None]:
-    """Turns an OSError raised in the block into a KernelError: `what` failed, at `where`."""
+def kernel_errors(what: str, where: str = "", hint: str | None = None) -> Iterator[None]:
+    """Turns an OSError raised in the block into a KernelError: `what` failed, at `where`. Without a
+    `hint`, it has the kernel's words.
+    """
     try:
         yield
     except OSError as error:
-        raise KernelError(what, where, error.strerror or "", error.errno or 0) from error
+        raise KernelError(what, where, error.strerror or "" if hint is None else hint, error.errno or 0) from error
 
 
 def describe_unexpected_error(error: OSError) -> str:

@@ -25,7 +25,7 @@ from kbpf.dataplane.bpf.maps.pinning import HOST_FOLDER, Pins
 from kbpf.dataplane.bpf.packet_path import nat_table, snat_ports
 from kbpf.dataplane.bpf.packet_path.nat_table import NatTable
 from kbpf.dataplane.node import KeepalivePoll, forwarding_warnings, reconcile_forward_rules
-from kbpf.errors import KbpfError, KernelError
+from kbpf.errors import KbpfError, KernelError, kernel_errors
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.netfilter import forward_rules, iptables_legacy
 from kbpf.kernel.netfilter.pre_dnat_rules import EarlyChains
@@ -331,17 +331,13 @@ class PortReservation:
 
     def _write_note(self, ports: frozenset[int]) -> None:
         names = {f"{low}-{high}" for low, high in sysctl.merge_ranges(ports)}
-        try:
+        with kernel_errors("cannot record which ports are reserved", str(self._folder), ""):
             self._folder.mkdir(exist_ok=True)
             for path in self._folder.iterdir():
                 if path.name not in names:
                     path.rmdir()
             for name in names:
                 (self._folder / name).mkdir(exist_ok=True)
-        except OSError as error:
-            raise KernelError(
-                "cannot record which ports are reserved", str(self._folder), "", error.errno or 0
-            ) from error
 
 
 def may_need_cleanup(pins: Pins) -> bool:

@@ -16,7 +16,7 @@ from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.artifact import Artifact
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_sockets
 from kbpf.dataplane.bpf.programs.loader import ProgramSet
-from kbpf.errors import AttachError, KernelError, LastError
+from kbpf.errors import AttachError, KernelError, LastError, kernel_errors
 from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.system import netns
 from kbpf.model.config import Accounting, Config, SocketLb
@@ -175,15 +175,8 @@ class SocketPrograms(ProgramSet):
 
 def open_cgroup(path: Path) -> int:
     """Returns a descriptor of a cgroup v2 folder. Raises KernelError."""
-    try:
+    with kernel_errors("cannot open the cgroup", str(path), "name a folder of the cgroup v2 hierarchy with --cgroup"):
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise KernelError(
-            "cannot open the cgroup",
-            str(path),
-            "name a folder of the cgroup v2 hierarchy with --cgroup",
-            errno=error.errno or 0,
-        ) from error
 
 
 class SocketHooks:

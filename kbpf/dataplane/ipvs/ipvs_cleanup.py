@@ -9,7 +9,7 @@ from typing import Final
 
 from kbpf.dataplane.ipvs import ruleset, statefile
 from kbpf.dataplane.ipvs.plan import Element, SetName, owned_service
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.net import dummy, ipvs
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand
 from kbpf.kernel.netfilter import forward_rules, nft
@@ -49,11 +49,9 @@ def lock_state_folder(folder: Path, timeout: float = LOCK_TIMEOUT_S) -> int:
     """Creates the state folder and locks it, so that no other agent uses the device and table.
     Returns the descriptor that holds the lock.
     """
-    try:
+    with kernel_errors("cannot create the state folder", str(folder), ROOT_HINT):
         folder.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
         return lock_folder(folder, timeout, "stop it first")
-    except OSError as error:
-        raise KernelError("cannot create the state folder", str(folder), ROOT_HINT, error.errno or 0) from error
 
 
 def has_table() -> bool:

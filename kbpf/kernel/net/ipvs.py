@@ -16,7 +16,7 @@ from enum import IntEnum, IntFlag
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.net import uapi
 from kbpf.kernel.net.netlink import (
     Netlink,
@@ -160,11 +160,8 @@ def list_connections(path: Path = CONNECTIONS_PATH) -> tuple[IpvsConnection, ...
     """Lists all connections in this network namespace. Raises KernelError if
     they cannot be read.
     """
-    try:
-        listing = path.read_text()
-    except OSError as error:
-        raise KernelError("cannot read the connections of IPVS", str(path), HINT, error.errno or 0) from error
-    return tuple(parse_connections(listing))
+    with kernel_errors("cannot read the connections of IPVS", str(path), HINT):
+        return tuple(parse_connections(path.read_text()))
 
 
 def parse_connections(listing: str) -> Iterator[IpvsConnection]:

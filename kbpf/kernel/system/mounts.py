@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.system.private_folders import PRIVATE_MODE
+from kbpf.kernel.system.process import call_libc
 
 log = logging.getLogger("kbpf.kernel")
 
@@ -100,31 +101,19 @@ def mount_cgroup_root() -> Path:
     ends with it. The kernel has this hierarchy even if the node uses cgroup v1 alone; all processes
     are in its root then.
     """
-    try:
-        context = _syscall(_FSOPEN, b"cgroup2", _CLOEXEC)
+    with kernel_errors(
+        "no cgroup v2 hierarchy is mounted, and it cannot be mounted",
+        "/proc/self/mountinfo",
+        "on the node: mount -t cgroup2 none DIR, and name it with --cgroup; or grant CAP_SYS_ADMIN",
+    ):
+        context = call_libc("syscall", _FSOPEN, b"cgroup2", _CLOEXEC)
         try:
-            _syscall(_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
-            mount = _syscall(_FSMOUNT, context, _CLOEXEC, 0)
+            call_libc("syscall", _FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+            mount = call_libc("syscall", _FSMOUNT, context, _CLOEXEC, 0)
         finally:
             os.close(context)
-    except OSError as error:
-        raise KernelError(
-            "no cgroup v2 hierarchy is mounted, and it cannot be mounted",
-            "/proc/self/mountinfo",
-            "on the node: mount -t cgroup2 none DIR, and name it with --cgroup; or grant CAP_SYS_ADMIN",
-            error.errno or 0,
-        ) from error
     log.info("mounted the cgroup v2 hierarchy for this process: the node has cgroup v1 only")
     return Path(f"/proc/{os.getpid()}/fd/{mount}")
-
-
-def _syscall(number: int, *arguments: object) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    result: int = libc.syscall(number, *arguments)
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return result
 
 
 def is_cgroup2(path: Path) -> bool:
@@ -164,10 +153,8 @@ def find_cgroups(ids: Iterable[int], mask: int = ~0) -> dict[int, Cgroup]:
 def file_system_magic(path: Path) -> int:
     """The magic number of the file system that contains this path, from statfs(2)."""
     buffer = ctypes.create_string_buffer(256)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.statfs(os.fsencode(path), buffer):
-        code = ctypes.get_errno()
-        raise KernelError("cannot read the file system's type", str(path), errno=code)
+    with kernel_errors("cannot read the file system's type", str(path), ""):
+        call_libc("statfs", os.fsencode(path), buffer)
     # struct statfs begins with f_type, a long; 32-bit constants are sign-extended in it.
     return int.from_bytes(buffer.raw[:8], "little") & 0xFFFFFFFF
 
@@ -223,29 +210,16 @@ def ensure_bpffs(pin_dir: Path) -> None:
                 f"on the node: mount -t bpf -o mode=700 bpf {mount_point}",
             )
         mount_bpffs(mount_point)
-    try:
+    with kernel_errors("cannot create the pin folder", str(pin_dir), PIN_DIR_HINT):
         pin_dir.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
-    except OSError as error:
-        raise KernelError(
-            "cannot create the pin folder",
-            str(pin_dir),
-            PIN_DIR_HINT,
-            errno=error.errno or 0,
-        ) from error
 
 
 def mount_bpffs(path: Path) -> None:
     """Mounts a bpffs that only root can enter."""
-    try:
+    with kernel_errors("cannot create the mount point for a bpffs", str(path), PIN_DIR_HINT):
         path.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
-    except OSError as error:
-        raise KernelError(
-            "cannot create the mount point for a bpffs", str(path), PIN_DIR_HINT, error.errno or 0
-        ) from error
-    try:
+    with kernel_errors("cannot read the pin folder", str(path), "run as root"):
         files = sorted(os.listdir(path))
-    except OSError as error:
-        raise KernelError("cannot read the pin folder", str(path), "run as root", error.errno or 0) from error
     if files:
         more = ", ..." if len(files) > MAX_NAMED_FILES else ""
         raise KernelError(
@@ -253,14 +227,9 @@ def mount_bpffs(path: Path) -> None:
             str(path),
             PIN_DIR_HINT,
         )
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, b"mode=0700"):
-        raise KernelError(
-            "cannot mount a bpffs",
-            str(path),
-            "on the host: mount -t bpf -o mode=700 bpf /sys/fs/bpf; or grant CAP_SYS_ADMIN",
-            errno=ctypes.get_errno(),
-        )
+    hint = "on the host: mount -t bpf -o mode=700 bpf /sys/fs/bpf; or grant CAP_SYS_ADMIN"
+    with kernel_errors("cannot mount a bpffs", str(path), hint):
+        call_libc("mount", b"bpf", os.fsencode(path), b"bpf", 0, b"mode=0700")
     log.info("mounted a bpffs path=%s", path)
 
 
@@ -273,7 +242,5 @@ def is_own_bpffs(path: Path, mounts: tuple[Mount, ...] | None = None) -> bool:
 
 
 def unmount(path: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.umount2(os.fsencode(path), 0):
-        code = ctypes.get_errno()
-        raise KernelError("cannot unmount the bpffs", str(path), f"umount {path}", errno=code)
+    with kernel_errors("cannot unmount the bpffs", str(path), f"umount {path}"):
+        call_libc("umount2", os.fsencode(path), 0)

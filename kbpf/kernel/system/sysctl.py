@@ -32,10 +32,8 @@ def path_of(name: str, root: Path = ROOT, host_root: Path = HOST_ROOT) -> Path:
 
 def read(name: str) -> str:
     """Returns the value of a setting, stripped."""
-    try:
+    with kernel_errors(f"cannot read the setting {name}", str(ROOT), "mount /proc"):
         return path_of(name).read_text().strip()
-    except OSError as error:
-        raise KernelError(f"cannot read the setting {name}", str(ROOT), "mount /proc", error.errno or 0) from error
 
 
 def is_writable(name: str) -> bool:
