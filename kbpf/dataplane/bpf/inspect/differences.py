@@ -60,7 +60,7 @@ class _DryRun:
         self._states = {key: limits.effective_state(state) for key, state in desired.services.items()}
         self._values = {at: value for at, value in contents.frontends.items() if at not in contents.corrupt}
         self._adopted = agent.programmed.keys()
-        plan = WritePlan(agent.ids, agent.backend_table, agent.unused_names, agent.shared_tables)
+        plan = WritePlan(agent.ids, agent.unused_names)
         changes = {
             key: plan.add(compute_change(key, agent.programmed.get(key), self._states.get(key)))
             for key in {**self._states, **agent.programmed}

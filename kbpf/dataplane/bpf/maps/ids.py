@@ -24,13 +24,16 @@ IsIdUsed = Callable[[int, int], bool]
 
 
 class IdAllocator:
-    """The counters. 0 is not an id. `is_used` is called only after the ids have wrapped."""
+    """The counters, and which `backends` and `tables` have an id. 0 is not an id. `is_used` is
+    called only after the ids have wrapped.
+    """
 
     def __init__(self, meta: Meta, is_used: IsIdUsed = lambda _, __: False) -> None:
         self._next = [max(1, next_id) for next_id in meta]
         self._is_used = is_used
         self._wrapped = [False] * len(self._next)
         self._saved_meta = meta
+        self.backends, self.tables = BackendTable(self), SharedTables(self)
 
     def allocate_service(self) -> int:
         """A new id for a Service port of one family."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import Generic, NamedTuple, TypeVar
 
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, IsIdUsed, SharedTables
+from kbpf.dataplane.bpf.maps.ids import IdAllocator, IsIdUsed
 from kbpf.dataplane.bpf.maps.layout import U32, U32_PAIR, pack_ports
 from kbpf.dataplane.bpf.state import adopt, commit, endpoint_names
 from kbpf.dataplane.bpf.state.commit import AddressChange, GraceQueue, TableBuilder, pack_endpoint
@@ -106,15 +106,14 @@ class ProgrammedState:
         adopted = adopt.adopt(contents)
         self.ids = IdAllocator(adopt.usable_ids(contents.next_ids), is_id_used)
         self.ids.skip_past(adopted.highest_service, adopted.highest_backend, adopted.highest_set)
-        self.backend_table = BackendTable(self.ids)
-        self.shared_tables, self.budgets = SharedTables(self.ids), NamespaceBudgets()
+        self.budgets = NamespaceBudgets()
         for backend, backend_id in adopted.backends.items():
-            self.backend_table.adopt(backend, backend_id)
+            self.ids.backends.adopt(backend, backend_id)
         for key, programmed in adopted.programmed.items():
             for set_ in programmed.sets:
-                self.backend_table.acquire(set_.backends)
+                self.ids.backends.acquire(set_.backends)
                 if set_.table:
-                    self.shared_tables.adopt(set_.table)
+                    self.ids.tables.adopt(set_.table)
             self.budgets.replace(key.namespace, None, programmed)
         self.programmed = adopted.programmed
         self._node_addresses = set(contents.node_addresses)
@@ -173,7 +172,7 @@ class ProgrammedState:
         retired.names += sorted({*unclaimed.unclaimed_names, *unclaimed.unused_names.values()})
         retired.slot_keys += unclaimed.unclaimed_slots
         retired.member_keys += unclaimed.unclaimed_members
-        retired.backend_ids += self.backend_table.remove_unreferenced() + unclaimed.unclaimed_backends
+        retired.backend_ids += self.ids.backends.remove_unreferenced() + unclaimed.unclaimed_backends
         return unclaimed
 
 
@@ -187,9 +186,9 @@ class MapState(ProgrammedState):
         # Names of endpoints have a writer of their own, which remembers what the map holds.
         named = agent_maps.fill[endpoint_names.MAP_NAME]
         agent_maps.fill = Counter({**contents.counts, endpoint_names.MAP_NAME: named})
-        self.builder = TableBuilder(agent_maps, self.ids, self.shared_tables)
+        self.builder = TableBuilder(agent_maps, self.ids)
         # What was about to be retired needs no queue: it is unclaimed now.
-        self.grace_queue = GraceQueue(agent_maps, self.backend_table, self.shared_tables, cut_udp)
+        self.grace_queue = GraceQueue(agent_maps, self.ids, cut_udp)
 
     def _is_id_used(self, kind: int, id_: int) -> bool:
         """Whether a map holds this id. Implements ids.IsIdUsed."""

@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables, TableKey
+from kbpf.dataplane.bpf.maps.ids import IdAllocator, TableKey
 from kbpf.dataplane.bpf.maps.layout import KIND_FLAGS, U32_PAIR, ServiceFlag, ServiceValue
 from kbpf.model.desired import (
     EVEN_SPREAD,
@@ -220,7 +220,7 @@ class PortChange:
     sets: tuple[SetChange, ...]
     serving: BackendSet
 
-    def count_new_entries(self, backend_table: BackendTable, shared_tables: SharedTables) -> dict[str, int]:
+    def count_new_entries(self, ids: IdAllocator) -> dict[str, int]:
         """The maximum number of new entries, by map, before anything is retired."""
         old, new = self.old, self.new
         if new is None:
@@ -232,7 +232,7 @@ class PortChange:
             if not stays:
                 # A changed set is written in full: the old one stays for its grace period.
                 new_slots += len(backends)
-                if needs_table(backends, spread) and not shared_tables.find(table_key(backends, spread)):
+                if needs_table(backends, spread) and not ids.tables.find(table_key(backends, spread)):
                     new_slots += count_slots(len(backends), spread)
                 members += len(backends) if in_set_members else 0
                 needed_backends.update(backends)
@@ -242,10 +242,10 @@ class PortChange:
             "source_ranges": len(set(new.source_ranges) - set(old.source_ranges if old else ())),
             "backend_slots": new_slots,
             "set_members": members,
-            "backends": backend_table.count_unknown(needed_backends),
+            "backends": ids.backends.count_unknown(needed_backends),
         }
 
-    def count_leaving_entries(self, backend_table: BackendTable, shared_tables: SharedTables) -> dict[str, int]:
+    def count_leaving_entries(self, ids: IdAllocator) -> dict[str, int]:
         """The number of entries that this change retires, by map. Backends and tables that it
         reuses are not counted.
         """
@@ -257,11 +257,11 @@ class PortChange:
                 retired.sets.append(old_set)
                 reused_backends.update(backends)
                 if needs_table(backends, spread):
-                    reused_tables.add(shared_tables.find(table_key(backends, spread)))
+                    reused_tables.add(ids.tables.find(table_key(backends, spread)))
         if self.old and self.old.serving != self.serving:
             retired.released_backends.append(self.old.serving)
             reused_backends.update(self.serving)
-        return count_leaving_entries([retired], backend_table, shared_tables, reused_backends, reused_tables)
+        return count_leaving_entries([retired], ids, reused_backends, reused_tables)
 
 
 def compute_change(key: ServicePortKey, old: ProgrammedPort | None, new: ServiceState | None) -> PortChange:
@@ -284,19 +284,11 @@ class WritePlan:
     are read from the maps again.
     """
 
-    def __init__(
-        self,
-        ids: IdAllocator,
-        backend_table: BackendTable,
-        known_ids: dict[ServicePortKey, int] | None = None,
-        shared_tables: SharedTables | None = None,
-    ) -> None:
+    def __init__(self, ids: IdAllocator, known_ids: dict[ServicePortKey, int] | None = None) -> None:
         """`known_ids`: ids of Service ports that `service_names` already contains; used ones are
         removed from it. Sockets and affinity entries of an earlier agent still carry these ids.
         """
         self._ids = ids
-        self._backend_table = backend_table
-        self._shared_tables = SharedTables(ids) if shared_tables is None else shared_tables
         self._known_ids = {} if known_ids is None else known_ids
         self.writes = Writes()
 
@@ -369,14 +361,14 @@ class WritePlan:
                 return old
             # Adopted, and its slots are equal: they were computed from this spread.
             if old.table:
-                self._shared_tables.identify(old.table, table_key(backends, spread))
+                self._ids.tables.identify(old.table, table_key(backends, spread))
             return msgspec.structs.replace(old, spread=spread)
         new = EMPTY
         if backends:
             # The old set releases its references only after the grace period: a backend that is in
             # both sets keeps its id.
-            self.writes.backends += self._backend_table.acquire(backends)
-            ids = [self._backend_table.id_of(backend) for backend in backends]
+            self.writes.backends += self._ids.backends.acquire(backends)
+            ids = [self._ids.backends.id_of(backend) for backend in backends]
             table, size = self._plan_table(backends, spread)
             # A new id, never new slots under the old one: a program must see one set or the other.
             new = ProgrammedSet(
@@ -394,7 +386,7 @@ class WritePlan:
         """The id and size of the set's table; 0 and 0 if it needs none."""
         if not needs_table(backends, spread):
             return 0, 0
-        table_id, is_new = self._shared_tables.acquire(table_key(backends, spread))
+        table_id, is_new = self._ids.tables.acquire(table_key(backends, spread))
         if is_new:
             # A large table is usually written by now (commit.TableBuilder), but not when all
             # Service ports are compared in one call.
@@ -409,7 +401,7 @@ class WritePlan:
         """
         if old == new:
             return
-        self.writes.backends += self._backend_table.acquire(new)
+        self.writes.backends += self._ids.backends.acquire(new)
         if old:
             self.writes.retired.released_backends.append(old)
             self.writes.retired.lost_backends.update((service_id, backend) for backend in set(old) - set(new))
@@ -451,8 +443,7 @@ def policy_flags(state: ServiceState) -> ServiceFlag:
 
 def count_leaving_entries(
     pending: Iterable[Retired],
-    backend_table: BackendTable,
-    shared_tables: SharedTables,
+    ids: IdAllocator,
     reused_backends: Container[Backend] = (),
     reused_tables: Set[int] = frozenset(),
 ) -> dict[str, int]:
@@ -469,7 +460,7 @@ def count_leaving_entries(
         sets += [ProgrammedSet(0, backends) for backends in retired.released_backends]
     # A shared table goes only if all sets that use it do, and no new set reuses it.
     leaving_tables = {set_.table: set_.size for set_ in sets if set_.table}
-    unused_tables = shared_tables.select_only_in(set_.table for set_ in sets if set_.table) - reused_tables
+    unused_tables = ids.tables.select_only_in(set_.table for set_ in sets if set_.table) - reused_tables
     leaving_slots += sum(leaving_tables[table_id] for table_id in unused_tables)
     # Besides its table, if any, a set has one slot for each backend.
     leaving_slots += sum(len(set_.backends) for set_ in sets if set_.id)
@@ -477,5 +468,5 @@ def count_leaving_entries(
     return {
         "backend_slots": leaving_slots,
         "set_members": members,
-        "backends": backend_table.count_only_in((set_.backends for set_ in sets), reused_backends),
+        "backends": ids.backends.count_only_in((set_.backends for set_ in sets), reused_backends),
     }

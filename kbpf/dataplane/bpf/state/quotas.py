@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 from kbpf.dataplane.bpf.maps.agent_maps import OVERLAP_FACTOR, AgentMaps
-from kbpf.dataplane.bpf.maps.ids import BackendTable, SharedTables, TableKey
+from kbpf.dataplane.bpf.maps.ids import IdAllocator, TableKey
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.state.commit import GraceQueue
 from kbpf.dataplane.bpf.state.plan import (
@@ -265,17 +265,11 @@ class CapacityAccount:
     def __init__(
         self,
         agent_maps: AgentMaps,
-        backend_table: BackendTable,
-        shared_tables: SharedTables,
+        ids: IdAllocator,
         budgets: NamespaceBudgets,
         grace_queue: GraceQueue,
     ) -> None:
-        self._agent_maps, self._backend_table, self._shared_tables = (
-            agent_maps,
-            backend_table,
-            shared_tables,
-        )
-        self._budgets, self._grace_queue = budgets, grace_queue
+        self._agent_maps, self._ids, self._budgets, self._grace_queue = agent_maps, ids, budgets, grace_queue
         self._reserved: Counter[str] = Counter()
         self._leaving_entries: Counter[str] | None = None  # computed when first needed
         self._budget_s = EARLY_DELETE_BUDGET_S
@@ -295,18 +289,16 @@ class CapacityAccount:
         """Reserves room for this change; raises CapacityError if there is not enough. `retired`: by
         this apply(). What was retired before `deletable_before` may be deleted at once.
         """
-        needed = change.count_new_entries(self._backend_table, self._shared_tables)
+        needed = change.count_new_entries(self._ids)
         if self._is_contested(needed):
             start = time.perf_counter()
             self._grace_queue.delete_until(deletable_before, self._budget_s)
             self._budget_s -= time.perf_counter() - start
             # Ids may have been retired.
-            needed = change.count_new_entries(self._backend_table, self._shared_tables)
+            needed = change.count_new_entries(self._ids)
             if self._leaving_entries is None:
                 pending = [*self._grace_queue.pending, retired]
-                self._leaving_entries = Counter(
-                    count_leaving_entries(pending, self._backend_table, self._shared_tables)
-                )
+                self._leaving_entries = Counter(count_leaving_entries(pending, self._ids))
             self._check(change.key, needed, self._count_leaving(change), is_system)
         self._reserved.update(needed)
         if self._leaving_entries is not None:
@@ -320,7 +312,7 @@ class CapacityAccount:
         )
 
     def _count_leaving(self, change: PortChange) -> Counter[str]:
-        return Counter(change.count_leaving_entries(self._backend_table, self._shared_tables))
+        return Counter(change.count_leaving_entries(self._ids))
 
     def _check(
         self,
