@@ -99,7 +99,7 @@ class BpfPlane:
             self.shared.sockets.open(self._agent_maps.maps["agent_sockets"])
             self._attachments.load(cgroup, coexisting)
             self._udp_passes = udp.UdpPasses(self._agent_maps.maps, self._config.uses_conntrack)
-            self._udp_cutter = UdpCutter(self._agent_maps, self._udp_passes, self._config.uses_conntrack)
+            self._udp_cutter = UdpCutter(self._agent_maps, self._udp_passes)
             self._adopt()
         log.info("data plane opened mode=bpf pin_dir=%s cgroup=%s adopted=%s", self._config.pin_dir, cgroup, adopted)
 

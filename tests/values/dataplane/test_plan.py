@@ -85,7 +85,7 @@ def written(writes: Writes) -> str:
         "retire": [str(len(one.backends)) for one in writes.retired.sets],
         "let in": addresses(writes.new_ranges),
         "shut out": addresses(writes.old_ranges),
-        "cut": named(one for _, one in writes.retired.lost_backends),
+        "cut": named(one for _, one in writes.retired.lost.backends),
     }
     return "; ".join(" ".join([what, *words]) for what, words in found.items() if words)
 
@@ -290,7 +290,7 @@ def test_removed_frontends_cut_their_udp_clients():
         assert [f.at for f in left.frontends] == [at(cluster_ip, protocol)]
         writes = planner.finish_writes()
         assert writes.removed == {at(vip, protocol)}
-        assert writes.retired.lost_frontends == {(old.id, at(one, protocol)) for one in cut}
+        assert writes.retired.lost.frontends == {(old.id, at(one, protocol)) for one in cut}
         assert (writes.flips, writes.slots) == ({}, [])
         assert planner.remove_lost_frontends(old, None).frontends == ()
 

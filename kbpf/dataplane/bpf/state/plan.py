@@ -150,17 +150,35 @@ class ProgrammedPort(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
+class UdpTargets:
+    """What UDP flows use: backends and frontends, each with a service id."""
+
+    backends: set[tuple[int, Backend]] = field(default_factory=set)
+    frontends: set[tuple[int, FrontendAddress]] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.backends or self.frontends)
+
+    def add(self, other: "UdpTargets") -> None:
+        self.backends |= other.backends
+        self.frontends |= other.frontends
+
+    def remove(self, other: "UdpTargets") -> None:
+        self.backends -= other.backends
+        self.frontends -= other.frontends
+
+
+@dataclass(slots=True)
 class Retired:
     """What is deleted after the grace period. Stale UDP flows are then cut a second time, for a
-    connect() that was in flight during the first. `lost_backends`: backends that no longer serve a
-    service id; `lost_frontends`: frontends that no longer belong to it.
+    connect() that was in flight during the first. `lost`: backends that no longer serve a service
+    id, and frontends that no longer belong to it.
     """
 
     sets: list[ProgrammedSet] = field(default_factory=list)
     released_backends: list[BackendSet] = field(default_factory=list)
     names: list[int] = field(default_factory=list)
-    lost_backends: set[tuple[int, Backend]] = field(default_factory=set)
-    lost_frontends: set[tuple[int, FrontendAddress]] = field(default_factory=set)
+    lost: UdpTargets = field(default_factory=UdpTargets)
     forget_affinity: set[int] = field(default_factory=set)
     # keys of slots that belong to no programmed set, one or more back to back
     slot_keys: list[bytes] = field(default_factory=list)
@@ -404,7 +422,7 @@ class WritePlan:
         self.writes.backends += self._ids.backends.acquire(new)
         if old:
             self.writes.retired.released_backends.append(old)
-            self.writes.retired.lost_backends.update((service_id, backend) for backend in set(old) - set(new))
+            self.writes.retired.lost.backends.update((service_id, backend) for backend in set(old) - set(new))
 
     def _remove_frontends(self, old: ProgrammedPort, addresses: Iterable[FrontendAddress]) -> None:
         """Removes frontends. UDP flows through them must not stay with the backends of the old
@@ -412,7 +430,7 @@ class WritePlan:
         """
         self.writes.removed.update(addresses)
         udp = {(old.id, address) for address in addresses if address.protocol == Protocol.UDP}
-        self.writes.retired.lost_frontends |= udp
+        self.writes.retired.lost.frontends |= udp
 
     def _plan_ranges(self, service_id: int, old: Iterable[Cidr], new: Iterable[Cidr]) -> None:
         """Ranges are added before the flip and removed after it, so allowed clients are never
