@@ -260,7 +260,7 @@ class HostThread:
         config: Config,
         plane: DataPlane,
         listeners: Listeners,
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None],
     ) -> None:
         """`on_change` is called when other ports are listened on than before."""
         self._plane, self._listeners, self._on_change = plane, listeners, on_change

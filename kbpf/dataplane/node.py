@@ -129,7 +129,7 @@ def early_drop_warnings(early: pre_dnat_rules.EarlyChains) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def input_warnings(table: str, listing: Iterable[forward_rules.Json] | None = None) -> tuple[str, ...]:
+def input_warnings(table: str, listing: Iterable[forward_rules.Json]) -> tuple[str, ...]:
     """Warnings about rules in INPUT that drop packets on their way to IPVS, except our own."""
     advice = "let in what is sent to addresses and NodePorts of Services, which IPVS gets by INPUT"
     lines = _legacy_table_warnings("INPUT", advice)

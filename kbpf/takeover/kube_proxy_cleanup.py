@@ -359,7 +359,7 @@ def count_connections() -> int:
     return count + (conntrack_keepalive.count_connections() if forward_rules.probe_nf_tables().works else 0)
 
 
-def _retain_busy_services(own_services: Collection[VirtualService], dry_run: bool = False) -> list[VirtualService]:
+def _retain_busy_services(own_services: Collection[VirtualService], dry_run: bool) -> list[VirtualService]:
     """Quiesces (unless `dry_run`) kube-proxy's virtual services that still have connections, and
     returns them; they stay until these connections end. Returns none without nf_tables, because the
     record of which ones were kept is a set in nf_tables.
@@ -399,7 +399,7 @@ def _remove_ipvs(
         yield f"device {KUBE_PROXY_DEVICE}"
 
 
-def _remove_sets(dry_run: bool = False) -> Iterator[str]:
+def _remove_sets(dry_run: bool) -> Iterator[str]:
     names = tuple(name for name in named_objects.list_sets() if IP_SET_NAME.fullmatch(name))
     # Sets can only be destroyed once no rule refers to them.
     destroyed = names if dry_run else named_objects.destroy_sets(names)

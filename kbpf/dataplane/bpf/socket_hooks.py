@@ -38,8 +38,8 @@ class SocketPrograms(ProgramSet):
         pins: Pins,
         artifact: Artifact,
         cgroup: Path,
-        missing: frozenset[int] = frozenset(),
-        accounting: Accounting = Accounting.OFF,
+        missing: frozenset[int],
+        accounting: Accounting,
     ) -> None:
         super().__init__(pins, artifact, missing)
         self.cgroup = cgroup

@@ -87,7 +87,6 @@ class IpvsCommand(IntEnum):
     IPVS_CMD_DEL_DEST = 7
     IPVS_CMD_GET_DEST = 8
     IPVS_CMD_SET_CONFIG = 12
-    IPVS_CMD_GET_CONFIG = 13
 
 
 class IpvsServiceFlag(IntFlag):
@@ -156,12 +155,12 @@ class IpvsConnection(NamedTuple):
     expires_in: int
 
 
-def list_connections(path: Path = CONNECTIONS_PATH) -> tuple[IpvsConnection, ...]:
+def list_connections() -> tuple[IpvsConnection, ...]:
     """Lists all connections in this network namespace. Raises KernelError if
     they cannot be read.
     """
-    with kernel_errors("cannot read the connections of IPVS", str(path), HINT):
-        return tuple(parse_connections(path.read_text()))
+    with kernel_errors("cannot read the connections of IPVS", str(CONNECTIONS_PATH), HINT):
+        return tuple(parse_connections(CONNECTIONS_PATH.read_text()))
 
 
 def parse_connections(listing: str) -> Iterator[IpvsConnection]:
@@ -206,12 +205,6 @@ def encode_timeouts(timeouts: ConnectionTimeouts) -> bytes:
         if seconds
     )
     return _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_SET_CONFIG, uapi.IPVS_GENL_VERSION, 0) + b"".join(attrs)
-
-
-def decode_timeouts(body: bytes) -> ConnectionTimeouts:
-    """Decodes the reply to IPVS_CMD_GET_CONFIG."""
-    attrs = parse_attributes(body[_GENLMSGHDR.size :])
-    return ConnectionTimeouts(*(parse_int32(attrs.get(attr_type)) for attr_type in _TIMEOUT_ATTRS))
 
 
 def _encode_service(request: IpvsRequest) -> bytes:
@@ -348,11 +341,6 @@ class IpvsClient:
 
     def close(self) -> None:
         self._netlink.close()
-
-    def read_timeouts(self) -> ConnectionTimeouts:
-        """Reads the timeouts of this network namespace."""
-        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_CONFIG, uapi.IPVS_GENL_VERSION, 0)
-        return decode_timeouts(self._netlink.request(self._family_id, body)[0].body)
 
     def set_timeouts(self, timeouts: ConnectionTimeouts) -> None:
         """Sets the timeouts that are not 0."""

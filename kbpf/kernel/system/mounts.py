@@ -233,11 +233,11 @@ def mount_bpffs(path: Path) -> None:
     log.info("mounted a bpffs path=%s", path)
 
 
-def is_own_bpffs(path: Path, mounts: tuple[Mount, ...] | None = None) -> bool:
+def is_own_bpffs(path: Path) -> bool:
     """Whether a bpffs is mounted at exactly this folder, as by mount_bpffs(); False for the
     machine's own at /sys/fs/bpf.
     """
-    path_mounts = [mount for mount in (list_mounts() if mounts is None else mounts) if mount.path == path.resolve()]
+    path_mounts = [mount for mount in list_mounts() if mount.path == path.resolve()]
     return bool(path_mounts) and path_mounts[-1].fs_type == "bpf" and path_mounts[-1].path != BPF_FS
 
 

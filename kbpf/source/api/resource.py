@@ -56,7 +56,7 @@ class Resource:
         """LIST of the newest state: the first page, or the page that `token` continues."""
         return self._query(limit=str(PAGE_SIZE), **{"continue": token})
 
-    def one_object_query(self, key: ObjectKey | None = None) -> str:
+    def one_object_query(self, key: ObjectKey | None) -> str:
         """LIST of one object, `key` or any, to learn the server's current version."""
         if key is None:
             return self._query(limit="1")

@@ -242,7 +242,7 @@ class KnownVersions:
         """
         self._states = dict.fromkeys(self._states, UNKNOWN_STATE)
 
-    def begin_list(self, heard_through: str = "") -> None:
+    def begin_list(self, heard_through: str) -> None:
         """Starts a new list; update() now gets its objects. `heard_through`: all changes up to
         this version have been received, so an object with an older version that differs has
         drifted.

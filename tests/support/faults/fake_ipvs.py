@@ -60,7 +60,6 @@ class FakeIpvs:
             "read_stats": lambda _: [(one, ConnectionStats()) for one, _ in self.services()],
             "list_servers": lambda _, service: self.servers(service),
             "read_settings": lambda _, service: self.held.get(service, (None, {}))[0],
-            "read_timeouts": lambda _: self.times,
             "set_timeouts": lambda _, times: self.set_times(times),
             "try_apply": lambda _, changes: self.try_(changes),
         }.items():

@@ -253,7 +253,7 @@ class _DryRun:
                 yield Difference(CHANGED, "meta", "", f"above {highest}, which is used", text, START_AGENT)
 
 
-def _differ(kind: DifferenceKind, where: str, key: ServicePortKey, desired: str = "", actual: str = "") -> Difference:
+def _differ(kind: DifferenceKind, where: str, key: ServicePortKey, desired: str, actual: str = "") -> Difference:
     return Difference(kind, where, str(key), desired, actual, AGENT_REPAIRS)
 
 

@@ -100,7 +100,7 @@ class BackendTable:
         """The number of these backends that have no id yet."""
         return sum(backend not in self._ref_counts for backend in backends)
 
-    def count_only_in(self, sets: Iterable[BackendSet], used_again: Container[Backend] = ()) -> int:
+    def count_only_in(self, sets: Iterable[BackendSet], used_again: Container[Backend]) -> int:
         """The number of backends that only these sets reference, not counting those in
         `used_again`.
         """

@@ -61,7 +61,7 @@ class UnpinnedProgram(NamedTuple):
     place: str
 
 
-def refuse_unpinned(pins: Pins, operator_path: Path, cgroup: Path, packet_path: bool = True) -> None:
+def refuse_unpinned(pins: Pins, operator_path: Path, cgroup: Path, packet_path: bool) -> None:
     """Raises KernelError if programs of kbpf are attached without a pin: to the cgroup or, with
     `packet_path`, to any device of this network namespace. If programs of ours are attached,
     refusing would only leave those without updates.
@@ -77,7 +77,7 @@ def serves_already(pins: Pins) -> bool:
     return any(pins.links.glob("*")) or any(pins.root.glob("programs-*"))
 
 
-def find_lasting(pins: Pins, cgroup: Path, packet_path: bool = True) -> Collection[UnpinnedProgram]:
+def find_lasting(pins: Pins, cgroup: Path, packet_path: bool) -> Collection[UnpinnedProgram]:
     """What find_unpinned() still finds after DETACH_WAIT_S."""
     deadline = time.monotonic() + DETACH_WAIT_S
     while programs := find_unpinned(pins, cgroup, packet_path):

@@ -46,8 +46,8 @@ class SharedValues(Generic[T]):
     def __init__(
         self,
         values: Callable[[ProgrammedPort], Iterable[T]],
-        programmed_ports: Iterable[ProgrammedPort] = (),
-        written: Iterable[T] = (),
+        programmed_ports: Iterable[ProgrammedPort],
+        written: Iterable[T],
     ) -> None:
         self._values = values
         self._counts = self._count(programmed_ports)
