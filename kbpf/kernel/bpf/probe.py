@@ -9,7 +9,6 @@ import errno
 import gzip
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,13 +17,13 @@ from typing import Final
 from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.bpf import syscalls, uapi
 from kbpf.kernel.bpf.objects import Link, Map, Program
+from kbpf.kernel.bpf.syscalls import encode_insns
 from kbpf.kernel.net import sock_diag
 from kbpf.kernel.net.uapi import SO_COOKIE
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import cgroups, netns
 
-# An instruction is opcode, registers (source << 4 | destination), offset and immediate.
-RETURN_1: Final = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
+RETURN_1: Final = encode_insns((0xB7, 0, 0, 1), (0x95, 0, 0, 0))
 """r0 = 1; exit."""
 
 
@@ -42,12 +41,12 @@ MEMLOCK_CAPABILITIES: Final = {"CAP_SYS_RESOURCE": 24}
 
 def encode_call(helper_id: int) -> bytes:
     """Encodes the instruction that calls a helper."""
-    return struct.pack("=BBhi", 0x85, 0, 0, helper_id)
+    return encode_insns((0x85, 0, 0, helper_id))
 
 
 def encode_r0(value: int) -> bytes:
     """Encodes the instruction `r0 = value`."""
-    return struct.pack("=BBhi", 0xB7, 0, 0, value)
+    return encode_insns((0xB7, 0, 0, value))
 
 
 def _probe_from_error(error: KernelError) -> Probe:
@@ -75,9 +74,8 @@ def probe_helper(program_type: int, attach_type: int, helper_id: int, *arguments
     0).
     """
     # r1 holds a pointer at the start, and the verifier rejects arguments that were never written.
-    set_arguments = b"".join(
-        struct.pack("=BBhi", 0xB7, register, 0, argument)
-        for register, argument in enumerate(arguments or (0,), start=1)
+    set_arguments = encode_insns(
+        *((0xB7, register, 0, argument) for register, argument in enumerate(arguments or (0,), start=1))
     )
     return probe_program(program_type, attach_type, set_arguments + encode_call(helper_id))
 

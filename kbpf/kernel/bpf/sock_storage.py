@@ -101,19 +101,16 @@ def _iterator_btf_id() -> int:
 
 def _load_iterator(size: int) -> int:
     """Loads the program that the kernel calls for each value; it writes the value to the reader."""
-    insns = b"".join(
-        struct.pack("=BBhi", *insn)
-        for insn in (
-            (0x79, 0x16, 24, 0),  # r6 = ctx->value
-            (0x15, 0x06, 5, 0),  # NULL at the end of the iteration
-            (0x79, 0x11, 0, 0),  # r1 = ctx->meta
-            (0x79, 0x11, 0, 0),  # r1 = meta->seq
-            (0xBF, 0x62, 0, 0),  # r2 = value
-            (0xB7, 0x03, 0, size),
-            (0x85, 0, 0, BPF_FUNC_seq_write),
-            (0xB7, 0, 0, 0),
-            (0x95, 0, 0, 0),
-        )
+    insns = syscalls.encode_insns(
+        (0x79, 0x16, 24, 0),  # r6 = ctx->value
+        (0x15, 0x06, 5, 0),  # NULL at the end of the iteration
+        (0x79, 0x11, 0, 0),  # r1 = ctx->meta
+        (0x79, 0x11, 0, 0),  # r1 = meta->seq
+        (0xBF, 0x62, 0, 0),  # r2 = value
+        (0xB7, 0x03, 0, size),
+        (0x85, 0, 0, BPF_FUNC_seq_write),
+        (0xB7, 0, 0, 0),
+        (0x95, 0, 0, 0),
     )
     opts = syscalls.ProgLoadOpts(attempts=5, expected_attach_type=BPF_TRACE_ITER, attach_btf_id=_iterator_btf_id())
     fd = syscalls.lib().bpf_prog_load(

@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import resource
+import struct
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Self
@@ -219,6 +220,11 @@ def memlock_limit(release: str = "") -> int | None:
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else limit
+
+
+def encode_insns(*insns: tuple[int, int, int, int]) -> bytes:
+    """Encodes instructions: opcode, registers (source << 4 | destination), offset and immediate."""
+    return b"".join(struct.pack("=BBhi", *insn) for insn in insns)
 
 
 class Fd:
