@@ -8,6 +8,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from ctypes import c_int, c_size_t, c_uint32, c_uint64
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -145,7 +146,7 @@ class Map(syscalls.Fd):
 
     def _write(self, key: bytes | None, value: bytes, flags: int, expected_errno: int | None = None) -> bool:
         """Returns False if the kernel refuses with the expected errno."""
-        result = syscalls.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(flags))
+        result = syscalls.lib().bpf_map_update_elem(self.fd, key, value, c_uint64(flags))
         if expected_errno is not None and result == -expected_errno:
             return False
         self._check_write(result)
@@ -183,7 +184,7 @@ class Map(syscalls.Fd):
         opts = syscalls.BatchOpts()
         for start in range(0, total, BATCH_SIZE):
             n = min(BATCH_SIZE, total - start)
-            count = ctypes.c_uint32(n)
+            count = c_uint32(n)
             k = keys[start * self.key_size : (start + n) * self.key_size]
             v = values[start * self.value_size : (start + n) * self.value_size]
             result = syscalls.lib().bpf_map_update_batch(self.fd, k, v, ctypes.byref(count), ctypes.byref(opts))
@@ -198,7 +199,7 @@ class Map(syscalls.Fd):
         total, start = len(keys) // self.key_size, 0
         opts = syscalls.BatchOpts()
         while start < total:
-            count = ctypes.c_uint32(min(BATCH_SIZE, total - start))
+            count = c_uint32(min(BATCH_SIZE, total - start))
             k = keys[start * self.key_size : (start + count.value) * self.key_size]
             result = syscalls.lib().bpf_map_delete_batch(self.fd, k, ctypes.byref(count), ctypes.byref(opts))
             if result == -ENOTSUPP:
@@ -253,7 +254,7 @@ class Map(syscalls.Fd):
         while result == -errno.ENOSPC:  # one bucket has more entries than fit into the buffers
             keys = ctypes.create_string_buffer(capacity * self.key_size)
             values = ctypes.create_string_buffer(capacity * self.value_size)
-            count = ctypes.c_uint32(capacity)
+            count = c_uint32(capacity)
             result = syscalls.lib().bpf_map_lookup_batch(
                 self.fd, cursor, next_cursor, keys, values, ctypes.byref(count), ctypes.byref(opts)
             )
@@ -306,7 +307,7 @@ class Program(syscalls.Fd):
         # A signal during verification ends it with EAGAIN: libbpf tries up to `attempts` times.
         opts = syscalls.ProgLoadOpts(attempts=5, expected_attach_type=attach_type, attach_btf_id=attach_btf_id)
         if btf_fds:
-            fd_array = (ctypes.c_int * len(btf_fds))(*btf_fds)
+            fd_array = (c_int * len(btf_fds))(*btf_fds)
             opts.fd_array = ctypes.addressof(fd_array)
 
         def attempt() -> int:
@@ -316,7 +317,7 @@ class Program(syscalls.Fd):
                     name[:MAX_NAME_LENGTH].encode(),
                     LICENSE,
                     insns,
-                    ctypes.c_size_t(len(insns) // 8),
+                    c_size_t(len(insns) // 8),
                     ctypes.byref(opts),
                 )
             )
@@ -337,7 +338,7 @@ class Program(syscalls.Fd):
         raise AssertionError("unreachable")
 
     def read_info(self) -> "ProgramInfo":
-        ids = (ctypes.c_uint32 * 64)()
+        ids = (c_uint32 * 64)()
         info = syscalls.RawProgInfo(nr_map_ids=64, map_ids=ctypes.addressof(ids))
         syscalls.read_info(self.fd, info, f"program {self.name}")
         return ProgramInfo(
@@ -427,9 +428,9 @@ def open_program_by_id(program_id: int, name: str = "") -> Program:
 
 def list_attached(cgroup_fd: int, attach_type: int) -> tuple[int, ...]:
     """Ids of the programs attached to this cgroup itself, in the order in which they run."""
-    ids = (ctypes.c_uint32 * 64)()
-    count = ctypes.c_uint32(64)
-    flags = ctypes.c_uint32(0)
+    ids = (c_uint32 * 64)()
+    count = c_uint32(64)
+    flags = c_uint32(0)
     syscalls.check(
         syscalls.lib().bpf_prog_query(cgroup_fd, attach_type, 0, ctypes.byref(flags), ids, ctypes.byref(count)),
         "cannot query the cgroup",
