@@ -23,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, NodeAddresses, family_of, is_link_local6, parse_addr
+from kbpf.model.address import ANY, V4_PREFIX, Addr, NodeAddresses, family_of, is_link_local6, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import Frontend, FrontendAddress, FrontendKind
 from kbpf.model.objects import (
@@ -45,7 +45,6 @@ IPv4-compatible such as ::127.0.0.1 and site-local (RFC 4291).
 ApiServerAddress = tuple[Addr, int]
 """Address and port of an API server."""
 
-_ANY: Final = {4: ANY4, 6: ANY6}
 _LINK_LOCAL4: Final = V4_PREFIX + bytes((169, 254))
 METADATA_SERVICES: Final = frozenset(
     map(parse_addr, ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "168.63.129.16"))
@@ -168,7 +167,7 @@ def is_listening(at: FrontendAddress, listeners: Set[FrontendAddress]) -> bool:
     """Whether one of the `listeners`, wildcards included, accepts what arrives at this address. One
     that accepts both families is listed as both.
     """
-    candidates = (at.address, _ANY[family_of(at.address)])
+    candidates = (at.address, ANY[family_of(at.address)])
     return any(at._replace(address=candidate) in listeners for candidate in candidates)
 
 

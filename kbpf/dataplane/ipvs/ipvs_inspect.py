@@ -19,7 +19,7 @@ from kbpf.dataplane.ipvs.statefile import ProgrammedPort
 from kbpf.errors import NotFoundError
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsConnection, RealServerStatus, list_connections
 from kbpf.kernel.system.process import is_alive
-from kbpf.model.address import ANY4, ANY6, Addr, format_addr, format_endpoint
+from kbpf.model.address import ANY, Addr, family_of, format_endpoint
 from kbpf.model.desired import (
     Backend,
     Frontend,
@@ -271,8 +271,7 @@ class IpvsConnections:
     def _owner(self, connection: IpvsConnection) -> ServicePort | None:
         """The Service port of a connection; None if its virtual service is not ours."""
         address, port = connection.frontend
-        wildcard = ANY4 if "." in format_addr(address) else ANY6
-        for candidate in (Addr(address), wildcard):
+        for candidate in (address, ANY[family_of(address)]):
             at = FrontendAddress(candidate, port, connection.protocol)
             if at in self._by_frontend:
                 return self._by_frontend[at]

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kbpf.model.address import ANY4, ANY6, Addr, family_of
+from kbpf.model.address import ANY, Addr, family_of
 from kbpf.model.desired import (
     BackendSet,
     DesiredState,
@@ -275,7 +275,7 @@ def _remove_nested(networks: Iterable[Cidr]) -> list[Cidr]:
 
 def fwmark_service(family: int, fwmark: int) -> VirtualService:
     """The virtual service of a fwmark."""
-    return VirtualService(Protocol.TCP, ANY4 if family == 4 else ANY6, 0, fwmark)
+    return VirtualService(Protocol.TCP, ANY[family], 0, fwmark)
 
 
 def without_service(plan: ServicePortPlan, virtual: VirtualService) -> ServicePortPlan:

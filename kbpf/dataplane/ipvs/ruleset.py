@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from kbpf.dataplane.ipvs.plan import MAP_SETS, Element, ElementField, SetName
-from kbpf.model.address import ANY4, ANY6, Addr, family_of, format_addr, parse_addr
+from kbpf.model.address import ANY, Addr, family_of, format_addr, parse_addr
 from kbpf.model.objects import Cidr, Protocol
 
 Json = dict[str, Any]
@@ -369,7 +369,7 @@ def parse_elements(items: Iterable[Json]) -> frozenset[Element]:
 
 def _parse_fields(name: SetName, family: int, value: Any) -> tuple[ElementField, ...]:
     if name is SetName.OWN_FWMARKS:
-        return (ANY4 if family == 4 else ANY6, int(value))
+        return (ANY[family], int(value))
     if name in MAP_SETS:
         return (*_parse_fields(SetName.SERVED, family, value[0]), int(value[1]))
     values = value["concat"] if isinstance(value, dict) and "concat" in value else [value]
@@ -391,7 +391,7 @@ def _parse_network(value: Any, family: int) -> Cidr:
     if isinstance(value, str):
         return Cidr(parse_addr(value), 128)
     if "range" in value:
-        return Cidr(ANY4 if family == 4 else ANY6, 96 if family == 4 else 0)
+        return Cidr(ANY[family], 96 if family == 4 else 0)
     prefix = value["prefix"]
     offset = 96 if family == 4 else 0
     return Cidr(Addr(parse_addr(prefix["addr"])), int(prefix["len"]) + offset)

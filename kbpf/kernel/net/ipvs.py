@@ -19,6 +19,8 @@ from typing import Final, NamedTuple
 from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.net import uapi
 from kbpf.kernel.net.netlink import (
+    AF,
+    Message,
     Netlink,
     NetlinkRequest,
     pack_attribute,
@@ -29,7 +31,7 @@ from kbpf.kernel.net.netlink import (
     parse_string,
 )
 from kbpf.kernel.system import sysctl
-from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, parse_addr
+from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, parse_addr, to_wire
 from kbpf.model.desired import RealServer, VirtualService
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Protocol
@@ -209,14 +211,13 @@ def encode_timeouts(timeouts: ConnectionTimeouts) -> bytes:
 
 def _encode_service(request: IpvsRequest) -> bytes:
     service, settings = request.service, request.settings
-    v4 = family_of(service.address) == 4
     # Family, protocol and mark are in host order, port and address in network order.
-    parts = [pack_attribute(uapi.IPVS_SVC_ATTR_AF, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6))]
+    parts = [pack_attribute(uapi.IPVS_SVC_ATTR_AF, _U16.pack(AF[service.family]))]
     if service.fwmark:
         parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_FWMARK, _U32.pack(service.fwmark)))
     else:
         parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_PROTOCOL, _U16.pack(service.protocol)))
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_ADDR, _encode_address(service.address)))
+        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_ADDR, to_wire(service.address)))
         parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_PORT, _BE16.pack(service.port)))
     if settings is not None:
         flags = settings.flags | (IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT if settings.persistence else 0)
@@ -224,20 +225,16 @@ def _encode_service(request: IpvsRequest) -> bytes:
         parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_FLAGS, _IP_VS_FLAGS.pack(flags, sum(IpvsServiceFlag))))
         parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_TIMEOUT, _U32.pack(settings.persistence)))
         # Persistence is per client address: a mask in network order, or an IPv6 prefix length.
-        netmask = b"\xff\xff\xff\xff" if v4 else _U32.pack(128)
+        netmask = b"\xff\xff\xff\xff" if service.family == 4 else _U32.pack(128)
         parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_NETMASK, netmask))
     return b"".join(parts)
 
 
 def _encode_server(server: RealServer, weight: int) -> bytes:
-    v4 = family_of(server.address) == 4
     return b"".join(
         (
-            pack_attribute(
-                uapi.IPVS_DEST_ATTR_ADDR_FAMILY,
-                _U16.pack(socket.AF_INET if v4 else socket.AF_INET6),
-            ),
-            pack_attribute(uapi.IPVS_DEST_ATTR_ADDR, _encode_address(server.address)),
+            pack_attribute(uapi.IPVS_DEST_ATTR_ADDR_FAMILY, _U16.pack(AF[family_of(server.address)])),
+            pack_attribute(uapi.IPVS_DEST_ATTR_ADDR, to_wire(server.address)),
             pack_attribute(uapi.IPVS_DEST_ATTR_PORT, _BE16.pack(server.port)),
             pack_attribute(uapi.IPVS_DEST_ATTR_FWD_METHOD, _U32.pack(uapi.IP_VS_CONN_F_MASQ)),
             pack_attribute(uapi.IPVS_DEST_ATTR_WEIGHT, _U32.pack(weight)),
@@ -246,10 +243,6 @@ def _encode_server(server: RealServer, weight: int) -> bytes:
             pack_attribute(uapi.IPVS_DEST_ATTR_L_THRESH, _U32.pack(0)),
         )
     )
-
-
-def _encode_address(address: Addr) -> bytes:
-    return address[12:] if family_of(address) == 4 else address
 
 
 def _decode_address(raw: bytes, family: int) -> Addr:
@@ -261,7 +254,6 @@ def decode_service(body: bytes) -> tuple[VirtualService, VirtualServiceSettings]
     """Decodes a reply to IPVS_CMD_GET_SERVICE."""
     attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[uapi.IPVS_CMD_ATTR_SERVICE])
     family = _U16.unpack(attrs[uapi.IPVS_SVC_ATTR_AF])[0]
-    wildcard = ANY4 if family == socket.AF_INET else ANY6
     fwmark = parse_int32(attrs.get(uapi.IPVS_SVC_ATTR_FWMARK)) & 0xFFFFFFFF  # it is unsigned
     flags = _IP_VS_FLAGS.unpack(attrs[uapi.IPVS_SVC_ATTR_FLAGS])[0]
     settings = VirtualServiceSettings(
@@ -272,7 +264,7 @@ def decode_service(body: bytes) -> tuple[VirtualService, VirtualServiceSettings]
         ),
     )
     if fwmark:
-        return VirtualService(socket.IPPROTO_TCP, wildcard, 0, fwmark), settings
+        return VirtualService(socket.IPPROTO_TCP, ANY4 if family == socket.AF_INET else ANY6, 0, fwmark), settings
     address = _decode_address(attrs[uapi.IPVS_SVC_ATTR_ADDR], family)
     port = _BE16.unpack(attrs[uapi.IPVS_SVC_ATTR_PORT])[0]
     protocol = _U16.unpack(attrs[uapi.IPVS_SVC_ATTR_PROTOCOL])[0]
@@ -297,14 +289,9 @@ def _decode_counters(raw: bytes) -> ConnectionStats:
 def decode_server(body: bytes, family: int) -> RealServerStatus:
     """Decodes a reply to IPVS_CMD_GET_DEST. `family` is that of the service, 4 or 6."""
     attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[uapi.IPVS_CMD_ATTR_DEST])
-    service_family = socket.AF_INET if family == 4 else socket.AF_INET6
     # Servers may have another family than their service (tunnels); old kernels do not report it.
-    server_family = (
-        _U16.unpack(attrs[uapi.IPVS_DEST_ATTR_ADDR_FAMILY])[0]
-        if uapi.IPVS_DEST_ATTR_ADDR_FAMILY in attrs
-        else service_family
-    )
-    address = _decode_address(attrs[uapi.IPVS_DEST_ATTR_ADDR], server_family)
+    server_family = attrs.get(uapi.IPVS_DEST_ATTR_ADDR_FAMILY) or _U16.pack(AF[family])
+    address = _decode_address(attrs[uapi.IPVS_DEST_ATTR_ADDR], _U16.unpack(server_family)[0])
     return RealServerStatus(
         RealServer(address, _BE16.unpack(attrs[uapi.IPVS_DEST_ATTR_PORT])[0]),
         parse_int32(attrs[uapi.IPVS_DEST_ATTR_WEIGHT]),
@@ -348,9 +335,11 @@ class IpvsClient:
 
     def list_services(self) -> list[tuple[VirtualService, VirtualServiceSettings]]:
         """Lists all virtual services, including those of other programs."""
+        return [decode_service(message.body) for message in self._dump_services()]
+
+    def _dump_services(self) -> list[Message]:
         body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, uapi.IPVS_GENL_VERSION, 0)
-        messages = self._netlink.dump(self._family_id, body)
-        return [decode_service(message.body) for message in messages]
+        return self._netlink.dump(self._family_id, body)
 
     def read_settings(self, service: VirtualService) -> VirtualServiceSettings | None:
         """Reads the settings of one virtual service; None if it does not exist."""
@@ -365,21 +354,18 @@ class IpvsClient:
 
     def read_stats(self) -> list[tuple[VirtualService, ConnectionStats]]:
         """Reads the counters of all virtual services, including those of other programs."""
-        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, uapi.IPVS_GENL_VERSION, 0)
-        messages = self._netlink.dump(self._family_id, body)
-        return [decode_stats(message.body) for message in messages]
+        return [decode_stats(message.body) for message in self._dump_services()]
 
     def list_servers(self, service: VirtualService) -> list[RealServerStatus]:
         """Lists the real servers of a virtual service; empty if it does not exist."""
         body = encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_GET_DEST, service))
-        family = family_of(service.address)
         try:
             messages = self._netlink.dump(self._family_id, body)
         except KernelError as error:
             if error.errno in (errno.ESRCH, errno.ENOENT):
                 return []
             raise
-        return [decode_server(message.body, family) for message in messages]
+        return [decode_server(message.body, service.family) for message in messages]
 
     def count_connections(self, service: VirtualService) -> int:
         """Counts the connections of a virtual service, including closed ones that have not

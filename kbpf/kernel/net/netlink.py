@@ -32,6 +32,8 @@ LARGE_RCVBUF: Final = 4 << 20
 MAX_REQUESTS_PER_DATAGRAM: Final = 64
 """Requests in one datagram: their replies must fit into the socket's receive buffer."""
 
+AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
+
 _NLMSGHDR: Final = struct.Struct("=IHHII")
 _NLATTR: Final = struct.Struct("=HH")
 _INT32: Final = struct.Struct("=i")

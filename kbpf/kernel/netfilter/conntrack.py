@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net.netlink import (
+    AF,
     Netlink,
     NetlinkRequest,
     pack_attribute,
@@ -23,7 +24,7 @@ from kbpf.kernel.net.netlink import (
 )
 from kbpf.kernel.net.uapi import NETLINK_NETFILTER, NLM_F_CREATE, NLM_F_EXCL
 from kbpf.kernel.netfilter import uapi
-from kbpf.model.address import V4_PREFIX, Addr, family_of
+from kbpf.model.address import V4_PREFIX, Addr, family_of, to_wire
 
 FAMILIES: Final = {"ip": socket.AF_INET, "ip6": socket.AF_INET6}
 
@@ -189,14 +190,14 @@ def _parse_address(raw: bytes) -> Addr:
 
 
 def _encode_request(msg_type: int, flow: ConntrackFlow, timeout: int = 0, flags: int = 0) -> NetlinkRequest:
-    v4 = family_of(flow.destination) == 4
-    body = struct.pack("=BBH", socket.AF_INET if v4 else socket.AF_INET6, 0, 0)
+    family = family_of(flow.destination)
+    body = struct.pack("=BBH", AF[family], 0, 0)
     endpoints = (flow.source, flow.source_port), (flow.destination, flow.destination_port)
     for tuple_type, (source, destination) in (
         (uapi.CTA_TUPLE_ORIG, endpoints),
         (uapi.CTA_TUPLE_REPLY, endpoints[::-1]),
     ):
-        body += pack_nested(tuple_type, *_encode_tuple(flow.protocol, source, destination, v4))
+        body += pack_nested(tuple_type, *_encode_tuple(flow.protocol, source, destination, family))
     if msg_type == _CT_NEW:
         # ASSURED entries are not evicted when the table is full. CONFIRMED must be repeated: the
         # kernel sets it itself and refuses a request that would clear it (EBUSY).
@@ -209,13 +210,14 @@ def _encode_request(msg_type: int, flow: ConntrackFlow, timeout: int = 0, flags:
     return NetlinkRequest(msg_type, body, flags)
 
 
-def _encode_tuple(protocol: int, source: tuple[Addr, int], destination: tuple[Addr, int], v4: bool) -> Iterator[bytes]:
-    src_type, dst_type = (uapi.CTA_IP_V4_SRC, uapi.CTA_IP_V4_DST) if v4 else (uapi.CTA_IP_V6_SRC, uapi.CTA_IP_V6_DST)
-    start = 12 if v4 else 0
+def _encode_tuple(
+    protocol: int, source: tuple[Addr, int], destination: tuple[Addr, int], family: int
+) -> Iterator[bytes]:
+    is_v6 = family == 6
     yield pack_nested(
         uapi.CTA_TUPLE_IP,
-        pack_attribute(src_type, source[0][start:]),
-        pack_attribute(dst_type, destination[0][start:]),
+        pack_attribute(_SRC_TYPES[is_v6], to_wire(source[0])),
+        pack_attribute(_DST_TYPES[is_v6], to_wire(destination[0])),
     )
     yield pack_nested(
         uapi.CTA_TUPLE_PROTO,

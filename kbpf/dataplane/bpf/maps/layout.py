@@ -16,7 +16,7 @@ from struct import Struct
 from typing import Any, Final, NamedTuple
 
 from kbpf.kernel.bpf import uapi
-from kbpf.model.address import ANY4, ANY6, Addr, family_of
+from kbpf.model.address import ANY, Addr, family_of
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import FrontendKind, ServicePortKey
 from kbpf.model.metrics import LATENCY_BOUNDS, Latency, ServiceLatencies
@@ -347,7 +347,7 @@ def pack_target(address: Addr | bytes, port: int, protocol: int) -> bytes:
 
 def node_port_target(frontend: bytes) -> bytes:
     """The key under which a NodePort is programmed: its address is the wildcard."""
-    return (ANY4 if family_of(frontend[:16]) == 4 else ANY6) + frontend[16:]
+    return ANY[family_of(frontend[:16])] + frontend[16:]
 
 
 def pack_slots(set_id: int, size: int, start: int = 0) -> bytes:
