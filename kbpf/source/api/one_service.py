@@ -5,7 +5,7 @@ this node's Node.
 
 import contextlib
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -15,18 +15,7 @@ from kbpf.model.objects import EndpointSlice, Node, Service
 from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
 from kbpf.source.api.resource import PAGE_TIMEOUT_S, SERVICES, SLICES, Resource, list_once, own_node_resource
 from kbpf.source.api.transport import ApiConnection
-from kbpf.source.decode import decode
-
-
-class _PodSpec(msgspec.Struct, rename={"node": "nodeName"}):
-    node: str = ""
-
-
-class _Pod(msgspec.Struct):
-    spec: _PodSpec = msgspec.field(default_factory=_PodSpec)
-
-
-_POD_DECODER: Final = msgspec.json.Decoder(_Pod)
+from kbpf.source.decode import decode, wire
 
 
 class ServiceObjects(NamedTuple):
@@ -90,6 +79,7 @@ def find_node_of_pod(cluster: Cluster, namespace: str, name: str) -> str:
     if response.status != 200:
         return ""
     try:
-        return _POD_DECODER.decode(body).spec.node
+        spec = msgspec.json.decode(body, type=wire.Pod).spec
+        return (spec and spec.node_name) or ""
     except msgspec.MsgspecError as error:
         raise SourceError("the response is not a Pod", cluster.url) from error
