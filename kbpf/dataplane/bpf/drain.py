@@ -39,7 +39,7 @@ class PreviousBpfPlane(PreviousDataPlane):
     poll_interval = 5.0
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
+        super().__init__(config)
         self._pins = Pins(config.pin_dir)
 
     def claim(self) -> bool:

@@ -3,6 +3,7 @@
 
 import contextlib
 import errno
+import socket
 from collections.abc import Callable, Collection, Container, Iterable
 from pathlib import Path
 from typing import Final
@@ -201,10 +202,6 @@ class PreviousIpvsPlane(PreviousDataPlane):
     name = "mode ipvs"
     connections = "connections still use mode ipvs"
 
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self._config = config
-
     def claim(self) -> bool:
         if not has_state(self._config):
             return False
@@ -222,7 +219,7 @@ class PreviousIpvsPlane(PreviousDataPlane):
             _delete_services(client, idle_services)
         idle_addresses = {virtual.address for virtual in idle_services}
         with contextlib.suppress(OSError):  # the device was removed
-            dummy.delete_addresses(dummy.get_ifindex(IPVS_DEVICE), idle_addresses)
+            dummy.delete_addresses(socket.if_nametoindex(IPVS_DEVICE), idle_addresses)
         if idle_elements := [element for element in elements if _is_at_address(element, idle_addresses)]:
             forward_rules.run_transaction(*ruleset.delete_elements(idle_elements))
         return sum(connection_counts.values())
