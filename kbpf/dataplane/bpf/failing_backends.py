@@ -21,14 +21,13 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.maps.layout import COUNTS, EVENT, FAILURE, SERVICE_NAME, U32, U32_PAIR
+from kbpf.dataplane.bpf.maps.layout import COUNTS, EVENT, FAILURE, U32, U32_PAIR, unpack_port_name
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.state.contents import unpack_backend
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import mounts, pods
-from kbpf.model.metrics import ConnectionStats, FailingBackend, PortName
-from kbpf.model.objects import Protocol
+from kbpf.model.metrics import ConnectionStats, FailingBackend
 from kbpf.model.reasons import Reason
 
 MIN_FAILURES: Final = 5
@@ -89,7 +88,8 @@ class FailingBackends:
                     for pair in candidates
                     if (interval := self._intervals[pair])
                     and (raw := backends.lookup(U32.pack(pair[1])))
-                    and (name := _read_name(names, pair[0]))
+                    and (raw_name := names.lookup(U32.pack(pair[0])))
+                    and (name := unpack_port_name(raw_name))
                     and count_independent(clients[pair], name[0]) >= MIN_CLIENTS
                 )
         except KernelError:
@@ -153,12 +153,3 @@ def count_independent(failed: Iterable[tuple[str, int]], namespace: str) -> int:
 
 def _count_failed(totals: ConnectionStats) -> int:
     return totals.refused + totals.unanswered
-
-
-def _read_name(names: Map, service: int) -> PortName | None:
-    raw = names.lookup(U32.pack(service))
-    if raw is None:
-        return None
-    *texts, protocol, _ = SERVICE_NAME.unpack(raw)
-    namespace, name, port = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
-    return namespace, name, port, Protocol(protocol).name

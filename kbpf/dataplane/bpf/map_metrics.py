@@ -25,7 +25,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     MAPS,
     PEER,
     SELF_EVICTING_MAPS,
-    SERVICE_NAME,
     U32,
     U32_PAIR,
     UDP_FLOW,
@@ -34,6 +33,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     FlowDirection,
     Target,
     unpack_latencies,
+    unpack_port_name,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.programs.hook_config import counted_fields
@@ -57,7 +57,7 @@ from kbpf.model.metrics import (
     TableUsage,
     TrafficStats,
 )
-from kbpf.model.objects import Protocol, ServiceName
+from kbpf.model.objects import ServiceName
 from kbpf.model.reasons import Reason
 
 SOCKET_STORAGE_MAPS: Final = ("sock_peers", "udp_flows")
@@ -81,7 +81,6 @@ and all backends of a Service port whose namespace exceeds its share (account.h)
 BULK_READ_THRESHOLD: Final = 256
 """From this number on, names are read all at once."""
 
-_PROTOCOLS: Final = {int(protocol): protocol.name for protocol in Protocol}
 _NO_TOTALS: Final = ConnectionStats()
 IdPair = tuple[int, int]
 """Ids of a Service port and a backend."""
@@ -92,9 +91,8 @@ class MapCollector:
 
     def __init__(self, pins: Pins, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._pins, self._config, self._clock = pins, config, clock
-        self._ports: list[PortName] = []
-        self._index_by_name: dict[PortName, int] = {}  # index into `_ports`
-        self._index_by_id: dict[int, int] = {}  # the same by id; ids are not reused soon
+        self._names: dict[int, PortName] = {}  # by id; ids are not reused soon
+        self._shared_names: dict[PortName, PortName] = {}  # one object for both families
         self._entries: Mapping[str, int] = {}
         self._sweep_due = clock() + SWEEP_INTERVAL_S
         # Without ALL_BACKENDS: the first sweep also removes the merged entries of an earlier agent,
@@ -116,7 +114,10 @@ class MapCollector:
             try:
                 with self._pins.open_map(name) as map_:
                     if name == "reasons":
-                        decisions = tuple(_read_decision(map_, reason) for reason in Reason)
+                        decisions = tuple(
+                            ReasonCount(reason.name.lower(), reason.verdict, read_counter(map_, reason))
+                            for reason in Reason
+                        )
                         continue
                     max_entries = map_.max_entries
                     final_entries = max(max_entries, spec.max_entries(self._config.sizes))
@@ -148,7 +149,7 @@ class MapCollector:
             self._merge_over_share(sums.sizes)
         return TrafficStats(
             self._by_name(current.services) if lists_sockets else None,
-            tuple(self._totals_by_name(sums.services)),
+            tuple(self._totals_by_name(sums.services).items()),
             self._counted_fields(),
             self._with_addresses(selected, current.pairs if lists_sockets else None),
             self._read_latencies(sums.services),
@@ -176,18 +177,18 @@ class MapCollector:
         return True
 
     def _by_name(self, by_id: Mapping[int, int]) -> tuple[tuple[PortName, int], ...]:
-        index_by_id, totals = self._index_by_id, [0] * len(self._ports)
+        totals: Counter[PortName] = Counter()
         for service_id, count in by_id.items():
-            if service_id in index_by_id:
-                totals[index_by_id[service_id]] += count
-        return tuple(pair for pair in zip(self._ports, totals, strict=True) if pair[1])
+            if service_id in self._names:
+                totals[self._names[service_id]] += count
+        return tuple(totals.items())
 
-    def _totals_by_name(self, totals: Mapping[int, ConnectionStats]) -> Iterator[tuple[PortName, ConnectionStats]]:
-        sums: dict[int, ConnectionStats] = {}
+    def _totals_by_name(self, totals: Mapping[int, ConnectionStats]) -> dict[PortName, ConnectionStats]:
+        sums: dict[PortName, ConnectionStats] = {}
         for service_id, added in totals.items():
-            if (index := self._index_by_id.get(service_id)) is not None:
-                sums[index] = sums[index].plus(added) if index in sums else added
-        return ((self._ports[index], total) for index, total in sums.items())
+            if (name := self._names.get(service_id)) is not None:
+                sums[name] = sums[name].plus(added) if name in sums else added
+        return sums
 
     def _select_backends(self, limit: int, pause: Pause) -> list[tuple[IdPair, ConnectionStats]]:
         """The pairs of Service and backend that get series. There may be 131,072 pairs, so the
@@ -196,14 +197,14 @@ class MapCollector:
         selected: list[tuple[IdPair, ConnectionStats]] = []
 
         def namespace_of(pair: tuple[IdPair, ConnectionStats]) -> str:
-            return self._ports[self._index_by_id[pair[0][0]]][0]
+            return self._names[pair[0][0]][0]
 
         def add(map_: Map) -> Iterator[None]:
             for keys, values in map_.batches():
                 pairs = (
                     (ids, total)
-                    for ids, total in _unpack_counts(keys, values)
-                    if ids[1] not in (NO_BACKEND, REMOVED_BACKENDS, ALL_BACKENDS) and ids[0] in self._index_by_id
+                    for ids, total in unpack_counts(keys, values)
+                    if ids[1] not in (NO_BACKEND, REMOVED_BACKENDS, ALL_BACKENDS) and ids[0] in self._names
                 )
                 rows = sorted(chain(selected, pairs), key=lambda pair: (pair[1].rank(), pair[0]))
                 selected[:] = take_turns(rows, namespace_of)[:limit]
@@ -224,7 +225,7 @@ class MapCollector:
                     if raw is None:
                         continue
                     target = Target.unpack(raw)
-                    name = self._ports[self._index_by_id[ids[0]]]
+                    name = self._names[ids[0]]
                     endpoint = format_endpoint(target.address, target.port)
                     open_count = None if open_counts is None else open_counts.get(ids, 0)
                     pairs[name, endpoint] = BackendStats(name, endpoint, open_count, total)
@@ -236,14 +237,14 @@ class MapCollector:
         """The latencies of the Service ports that get series, both families together."""
         if self._config.accounting is not Accounting.FULL:
             return ()
-        stats = dict(self._totals_by_name(totals))
+        stats = self._totals_by_name(totals)
         ranked = sorted(stats, key=lambda name: stats[name].rank())
         names = set(take_turns(ranked, itemgetter(0))[:LATENCY_SERIES])
         found: dict[PortName, ServiceLatencies] = {}
         try:
             with self._pins.open_map("latencies") as latencies:
                 for key, raw in latencies.items():
-                    name = self._name_of(U32.unpack(key)[0])
+                    name = self._names.get(U32.unpack(key)[0])
                     if name is not None and name in names:
                         own = unpack_latencies(raw)
                         found[name] = found[name].plus(own) if name in found else own
@@ -267,7 +268,7 @@ class MapCollector:
                 removed_totals: dict[int, ConnectionStats] = {}
                 for key, raw in counts.items():
                     service, backend = U32_PAIR.unpack(key)
-                    if service not in self._index_by_id and service in counted_services:
+                    if service not in self._names and service in counted_services:
                         stale_keys.append(key)
                     elif backend not in live_backends and backends.lookup(U32.pack(backend)) is None:
                         stale_keys.append(key)
@@ -298,7 +299,7 @@ class MapCollector:
         ports = {
             service: (name[0], size)
             for service, size in sizes.items()
-            if (name := self._name_of(service)) and not is_system_service(ServiceName(*name[:2]), self._config)
+            if (name := self._names.get(service)) and not is_system_service(ServiceName(*name[:2]), self._config)
         }
         limit = MAPS["counts"].max_entries(self._config.sizes)
         merged_services = select_over_share(ports, sum(sizes.values()), limit)
@@ -325,19 +326,13 @@ class MapCollector:
         except KernelError:
             return
 
-    def _name_of(self, service_id: int) -> PortName | None:
-        index = self._index_by_id.get(service_id)
-        return None if index is None else self._ports[index]
-
     def _read_names(self, service_ids: Set[int]) -> bool:
         """Reads the names of these ids; if many others are cached, drops those. Returns whether the
         names could be read: an id without a name then belongs to a removed Service.
         """
-        if len(self._index_by_id) > 2 * len(service_ids):
-            self._index_by_id, self._ports, self._index_by_name = {}, [], {}
-        unknown = {
-            U32.pack(service_id): service_id for service_id in service_ids if service_id not in self._index_by_id
-        }
+        if len(self._names) > 2 * len(service_ids):
+            self._names, self._shared_names = {}, {}
+        unknown = {U32.pack(service_id): service_id for service_id in service_ids if service_id not in self._names}
         if not unknown:
             return True
         try:
@@ -349,20 +344,11 @@ class MapCollector:
                     entries = ((key, names.lookup(key)) for key in unknown)
                 for key, raw in entries:
                     if raw is not None:
-                        self._index_by_id[unknown[key]] = self._index_of(raw)
+                        name = unpack_port_name(raw)
+                        self._names[unknown[key]] = self._shared_names.setdefault(name, name)
         except KernelError:
             return False
         return True
-
-    def _index_of(self, raw: bytes) -> int:
-        """The index at which this struct service_name is counted; the same for both families."""
-        namespace, service, port, protocol, _ = SERVICE_NAME.unpack(raw)
-        texts = (text.rstrip(b"\0").decode(errors="replace") for text in (namespace, service, port))
-        name: PortName = (*texts, _PROTOCOLS.get(protocol, str(protocol)))
-        if name not in self._index_by_name:
-            self._index_by_name[name] = len(self._ports)
-            self._ports.append(name)
-        return self._index_by_name[name]
 
 
 class ConnectionCount:
@@ -409,7 +395,7 @@ class _TrafficSums:
         """Adds the contents of `counts`, one batch at a time."""
         services = self.services
         for keys, values in map_.batches():
-            for (service, _), total in _unpack_counts(keys, values):
+            for (service, _), total in unpack_counts(keys, values):
                 services[service] = services.get(service, _NO_TOTALS).plus(total)
                 self.sizes[service] += 1
                 self.entries += 1
@@ -444,7 +430,8 @@ def select_over_share(ports: Mapping[int, tuple[str, int]], entries: int, limit:
     return over_share
 
 
-def _unpack_counts(keys: bytes, values: bytes) -> Iterator[tuple[IdPair, ConnectionStats]]:
+def unpack_counts(keys: bytes, values: bytes) -> Iterator[tuple[IdPair, ConnectionStats]]:
+    """Entries of `counts`, back to back."""
     return zip(U32_PAIR.iter_unpack(keys), map(ConnectionStats._make, COUNTS.iter_unpack(values)), strict=True)
 
 
@@ -474,14 +461,6 @@ def _count_open_flows(values: bytes, now: int) -> tuple[list[int], list[int], in
     return ([service for service, _, _ in open_flows], [backend for _, backend, _ in open_flows], needed)
 
 
-def read_totals(map_: Map, totals: dict[IdPair, ConnectionStats]) -> Iterator[None]:
-    """Adds the contents of `counts`, one batch at a time."""
-    for keys, values in map_.batches():
-        totals.update(_unpack_counts(keys, values))
-        yield
-
-
-def _read_decision(map_: Map, reason: Reason) -> ReasonCount:
-    raw = map_.lookup(U32.pack(reason)) or b""  # one u64 for each possible CPU
-    count = sum(memoryview(raw).cast("Q"))
-    return ReasonCount(reason.name.lower(), reason.verdict, count)
+def read_counter(map_: Map, reason: Reason) -> int:
+    """How often programs gave this reason: `reasons` has a u64 for each possible CPU."""
+    return sum(memoryview(map_.lookup(U32.pack(reason)) or b"").cast("Q"))

@@ -13,8 +13,7 @@ from kbpf.dataplane.bpf.map_metrics import (
     REMOVED_BACKENDS,
     SOCKET_STORAGE_MAPS,
     ConnectionCount,
-    IdPair,
-    read_totals,
+    unpack_counts,
 )
 from kbpf.dataplane.bpf.maps.layout import (
     AFFINITY,
@@ -211,7 +210,7 @@ def _read_traffic(maps: Maps, backends: Backends) -> tuple[dict[int, list[Backen
     with BTF does, and some vendors' kernels never do. Without it, their connections are left out.
     """
     lists_sockets = True
-    connection_count, totals = ConnectionCount(), dict[IdPair, ConnectionStats]()
+    connection_count = ConnectionCount()
     for name in COUNTED_MAPS:
         try:
             for _ in connection_count.add(maps[name], True):
@@ -220,8 +219,7 @@ def _read_traffic(maps: Maps, backends: Backends) -> tuple[dict[int, list[Backen
             if name not in SOCKET_STORAGE_MAPS:
                 raise
             lists_sockets = False
-    for _ in read_totals(maps["counts"], totals):
-        pass
+    totals = {ids: total for batch in maps["counts"].batches() for ids, total in unpack_counts(*batch)}
     open_counts, traffic = connection_count.pairs, dict[int, list[BackendTraffic]]()
     for port_id, backend_id in sorted(totals.keys() | open_counts.keys()):
         pair = (port_id, backend_id)

@@ -17,6 +17,7 @@ from typing import Any, Final
 from kbpf.dataplane.bpf.inspect import attached, failures, services
 from kbpf.dataplane.bpf.inspect import connections as tracked
 from kbpf.dataplane.bpf.inspect.connections import FlowTable, measure_fill
+from kbpf.dataplane.bpf.map_metrics import read_counter
 from kbpf.dataplane.bpf.maps import pinning, status_entries
 from kbpf.dataplane.bpf.maps.layout import (
     AFFINITY_CGROUP_MASK,
@@ -211,13 +212,8 @@ def _read_status(maps: Mapping[str, Map]) -> dict[str, Any]:
     return {
         "status": status,
         "agent_alive": status is not None and is_alive(status.pid, status.started),
-        "reasons": {reason: _read_counter(maps["reasons"], reason) for reason in Reason},
+        "reasons": {reason: read_counter(maps["reasons"], reason) for reason in Reason},
     }
-
-
-def _read_counter(map_: Map, reason: Reason) -> int:
-    # one u64 for each possible CPU
-    return sum(memoryview(map_.lookup(U32.pack(reason)) or b"").cast("Q"))
 
 
 def read_packet_path(maps: Mapping[str, Map]) -> dict[str, Any]:

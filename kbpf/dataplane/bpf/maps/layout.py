@@ -19,8 +19,8 @@ from kbpf.kernel.bpf import uapi
 from kbpf.model.address import ANY, Addr, family_of
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import FrontendKind, ServicePortKey
-from kbpf.model.metrics import LATENCY_BOUNDS, Latency, ServiceLatencies
-from kbpf.model.objects import ELLIPSIS, Cidr, Protocol
+from kbpf.model.metrics import LATENCY_BOUNDS, Latency, PortName, ServiceLatencies
+from kbpf.model.objects import ELLIPSIS, Cidr, Protocol, protocol_name
 from kbpf.model.reasons import Reason
 from kbpf.model.status import MAX_STATUS_BYTES
 
@@ -411,6 +411,13 @@ def unpack_service_name(raw: bytes) -> ServicePortKey:
     """Unpacks a struct service_name."""
     namespace, name, port, protocol, family = SERVICE_NAME.unpack(raw)
     return ServicePortKey(_decode_text(namespace), _decode_text(name), _decode_text(port), Protocol(protocol), family)
+
+
+def unpack_port_name(raw: bytes) -> PortName:
+    """From the same struct; an unknown protocol is a number."""
+    *texts, protocol, _ = SERVICE_NAME.unpack(raw)
+    namespace, name, port = map(_decode_text, texts)
+    return namespace, name, port, protocol_name(protocol)
 
 
 def pack_endpoint_key(service_id: int, address: Addr, port: int, protocol: int) -> bytes:
