@@ -17,8 +17,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Final
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -84,13 +84,23 @@ def estimate_entries(state: ServiceState) -> int:
 # ---- tables ----------------------------------------------------------------------------------
 
 
+class _Request(NamedTuple):
+    """A Service port, and the tables that it asks for, with their sizes."""
+
+    state: ServiceState
+    sizes: Mapping[TableKey, int]
+
+    @property
+    def priority(self) -> tuple[int, bool, str, ServicePortKey]:
+        """The smallest one gets its tables first."""
+        return sum(self.sizes.values()), not self.state.created, self.state.created, self.state.key
+
+
 @dataclass(slots=True)
 class _NamespaceTables:
-    """The tables that the Service ports of one namespace ask for, with their sizes."""
+    """The tables that the Service ports of one namespace ask for."""
 
-    states: dict[ServicePortKey, ServiceState] = field(default_factory=dict)
-    tables: dict[ServicePortKey, tuple[tuple[TableKey, int], ...]] = field(default_factory=dict)
-    priorities: dict[ServicePortKey, tuple[int, bool, str]] = field(default_factory=dict)
+    requests: dict[ServicePortKey, _Request] = field(default_factory=dict)
     users: Counter[TableKey] = field(default_factory=Counter)
     total: int = 0
 
@@ -103,17 +113,14 @@ class _NamespaceTables:
         }
         if not sizes:
             return
-        self.states[state.key] = state
-        self.tables[state.key] = tuple(sizes.items())
-        self.priorities[state.key] = sum(sizes.values()), not state.created, state.created
+        self.requests[state.key] = _Request(state, sizes)
         for table, size in sizes.items():
             self.total += 0 if self.users[table] else size
             self.users[table] += 1
 
     def remove(self, key: ServicePortKey) -> None:
-        self.states.pop(key, None)
-        self.priorities.pop(key, None)
-        for table, size in self.tables.pop(key, ()):
+        request = self.requests.pop(key, None)
+        for table, size in request.sizes.items() if request else ():
             self.users[table] -= 1
             if not self.users[table]:
                 del self.users[table]
@@ -125,10 +132,10 @@ class _NamespaceTables:
             return set()
         granted: set[TableKey] = set()
         slots_used, refused = 0, set()
-        for key, _ in sorted(self.priorities.items(), key=itemgetter(1, 0)):
-            new = {table: size for table, size in self.tables[key] if table not in granted}
+        for request in sorted(self.requests.values(), key=attrgetter("priority")):
+            new = {table: size for table, size in request.sizes.items() if table not in granted}
             if slots_used + sum(new.values()) > limit:
-                refused.add(key)
+                refused.add(request.state.key)
                 continue
             granted |= new.keys()
             slots_used += sum(new.values())
@@ -168,7 +175,8 @@ class TableLimits:
         keys, namespaces = set(keys), set()
         for key in keys:
             state, known_tables = states.get(key), self._namespaces.get(key.namespace)
-            if state is not None and known_tables is not None and known_tables.states.get(key) is state:
+            request = known_tables.requests.get(key) if known_tables else None
+            if request is not None and request.state is state:
                 continue  # unchanged: planned again, since its slice was not complete
             self._too_large.discard(key)
             is_plain = state is None or all(spread == EVEN_SPREAD for _, spread in state.sets)
@@ -191,7 +199,7 @@ class TableLimits:
             tables.select_over_limit(self._limit),
             self._over_limit.pop(namespace, set()),
         )
-        if not tables.tables:
+        if not tables.requests:
             del self._namespaces[namespace]
         if over_limit:
             self._over_limit[namespace] = over_limit
