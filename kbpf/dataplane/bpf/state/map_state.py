@@ -18,6 +18,7 @@ from kbpf.dataplane.bpf.state.quotas import NamespaceBudgets
 from kbpf.model.address import Addr
 from kbpf.model.desired import FrontendKind, ServicePortKey
 from kbpf.model.objects import Cidr
+from kbpf.model.ref_counts import RefCounts
 
 T = TypeVar("T", bound=Hashable)
 Changes = Mapping[ServicePortKey, ProgrammedPort | None]
@@ -50,7 +51,7 @@ class SharedValues(Generic[T]):
         written: Iterable[T],
     ) -> None:
         self._values = values
-        self._counts = self._count(programmed_ports)
+        self._counts = RefCounts(self._list(programmed_ports))
         self.written_values = set(written)
 
     def update(
@@ -59,28 +60,18 @@ class SharedValues(Generic[T]):
         """Returns the added and removed values when the Service ports `before` become those
         `after`. `compare_all`: the map may differ from `written_values`, so compare all values.
         """
-        change = self._count(after)
-        change.subtract(self._count(before))
-        for value, count in change.items():
-            self._counts[value] += count
-            if not self._counts[value]:
-                del self._counts[value]
-        candidates: Collection[T] = self._counts.keys() | self.written_values if compare_all else change
-        new = {
-            candidate for candidate in candidates if candidate in self._counts and candidate not in self.written_values
-        }
-        removed = {
-            candidate for candidate in candidates if candidate in self.written_values and candidate not in self._counts
-        }
-        return new, removed
+        changed = self._counts.add(self._list(after)) | self._counts.remove(self._list(before))
+        candidates = self._counts.keys() | self.written_values if compare_all else changed
+        used = candidates & self._counts.keys()
+        return used - self.written_values, (candidates & self.written_values) - used
 
     def record_written(self, new: set[T], removed: set[T]) -> None:
         """Records that these values were written to the map and removed from it."""
         self.written_values |= new
         self.written_values -= removed
 
-    def _count(self, programmed_ports: Iterable[ProgrammedPort]) -> Counter[T]:
-        return Counter(value for programmed in programmed_ports for value in self._values(programmed))
+    def _list(self, programmed_ports: Iterable[ProgrammedPort]) -> list[T]:
+        return [value for programmed in programmed_ports for value in self._values(programmed)]
 
 
 class SharedChange(NamedTuple):
