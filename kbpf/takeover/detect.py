@@ -65,7 +65,7 @@ def require_no_kube_proxy() -> None:
 
 def is_kube_proxy_running(detection: Detection) -> bool:
     """Whether a kube-proxy certainly runs here."""
-    return bool(detection.pids) or Responder.KUBE_PROXY in detection.responders.values()
+    return bool(_where_it_runs(detection))
 
 
 def removal_error(detection: Detection) -> KernelError | None:
@@ -155,39 +155,28 @@ def identify_responder(get: Callable[[str], ProbeAnswer]) -> Responder:
     """Queries a server and returns which program it is. `get`: path → (status, body), or None
     without an answer.
     """
-    for path, recognize in PROBES:
-        answer = get(path)
-        if answer is None:
-            return Responder.UNKNOWN
-        if (responder := recognize(*answer)) is not None:
-            return responder
-    return Responder.UNKNOWN
+    # First, since kbpf answers the other two as well.
+    if (answer := get("/readyz")) is None:
+        return Responder.UNKNOWN
+    if answer[1].startswith(b"kbpf "):
+        return Responder.KBPF
+    if (answer := get("/proxyMode")) is None:
+        return Responder.UNKNOWN
+    status, body = answer
+    if status == 200 and body.strip() in KUBE_PROXY_MODES:
+        return Responder.KUBE_PROXY
+    if (answer := get("/healthz")) is None:
+        return Responder.UNKNOWN
+    return Responder.KUBE_PROXY if _is_healthz_of_kube_proxy(answer[1]) else Responder.UNKNOWN
 
 
-def _recognize_kbpf(_: int, body: bytes) -> Responder | None:
-    return Responder.KBPF if body.startswith(b"kbpf ") else None
-
-
-def _recognize_proxy_mode(status: int, body: bytes) -> Responder | None:
-    return Responder.KUBE_PROXY if status == 200 and body.strip() in KUBE_PROXY_MODES else None
-
-
-def _recognize_healthz(_: int, body: bytes) -> Responder | None:
+def _is_healthz_of_kube_proxy(body: bytes) -> bool:
     try:
         document = json.loads(body)
     except ValueError:
-        return None
+        return False
     # Both fields are in every reply of kube-proxy's pkg/proxy/healthcheck.
-    is_kube_proxy = isinstance(document, dict) and {"lastUpdated", "currentTime"} <= document.keys()
-    return Responder.KUBE_PROXY if is_kube_proxy else None
-
-
-# /readyz first, since kbpf answers the other two as well.
-PROBES: Final = (
-    ("/readyz", _recognize_kbpf),
-    ("/proxyMode", _recognize_proxy_mode),
-    ("/healthz", _recognize_healthz),
-)
+    return isinstance(document, dict) and {"lastUpdated", "currentTime"} <= document.keys()
 
 
 def http_get(host: str, port: int, path: str) -> ProbeAnswer:

@@ -151,19 +151,18 @@ def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
 
 def _flow_behind_nat(attrs: dict[int, bytes]) -> ConntrackFlow | None:
     """Returns the connection after translation, which is the reverse of its reply tuple."""
-    reply = parse_attributes(attrs.get(uapi.CTA_TUPLE_REPLY, b""))
-    ip = parse_attributes(reply.get(uapi.CTA_TUPLE_IP, b""))
-    proto = parse_attributes(reply.get(uapi.CTA_TUPLE_PROTO, b""))
-    source = ip.get(uapi.CTA_IP_V4_SRC, ip.get(uapi.CTA_IP_V6_SRC, b""))
-    destination = ip.get(uapi.CTA_IP_V4_DST, ip.get(uapi.CTA_IP_V6_DST, b""))
-    if not source or not destination or not {uapi.CTA_PROTO_SRC_PORT, uapi.CTA_PROTO_DST_PORT} <= proto.keys():
+    reply = attrs.get(uapi.CTA_TUPLE_REPLY, b"")
+    source, source_port = _parse_endpoint(reply, _DST_TYPES, uapi.CTA_PROTO_DST_PORT)
+    destination, destination_port = _reply_source(attrs)
+    if not (source and source_port and destination and destination_port):
         return None
+    protocol = parse_attributes(parse_attributes(reply)[uapi.CTA_TUPLE_PROTO])[uapi.CTA_PROTO_NUM][0]
     return ConntrackFlow(
-        protocol=proto[uapi.CTA_PROTO_NUM][0],
-        source=_parse_address(destination),
-        source_port=int.from_bytes(proto[uapi.CTA_PROTO_DST_PORT], "big"),
-        destination=_parse_address(source),
-        destination_port=int.from_bytes(proto[uapi.CTA_PROTO_SRC_PORT], "big"),
+        protocol,
+        _parse_address(source),
+        int.from_bytes(source_port, "big"),
+        _parse_address(destination),
+        int.from_bytes(destination_port, "big"),
     )
 
 
