@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from kbpf.dataplane.bpf.exemptions import find_matching, find_pod_folders
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect.attached import read_hooks
+from kbpf.dataplane.bpf.inspect.differences import CHANGED, DAMAGED, FOREIGN, MISSING, STALE
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
@@ -42,7 +43,7 @@ from kbpf.kernel.system import mounts, netns
 from kbpf.model.address import Addr, format_addr
 from kbpf.model.config import Config, SocketLb
 from kbpf.model.desired import DesiredState
-from kbpf.model.inspection import Difference, DifferenceKind, HookEntry
+from kbpf.model.inspection import Difference, HookEntry
 
 MAPS_COMPARED: Final = (
     "config",
@@ -61,13 +62,6 @@ HOOK_ADVICE: Final = (
 )
 DEVICE_ADVICE: Final = "the agent attaches it again within 30 s; if it does not, see `kbpf inspect devices`"
 CONFIG_ADVICE: Final = "if `kbpf verify` used the settings of the agent, restart the agent, which writes it again"
-
-MISSING, CHANGED, STALE, FOREIGN = (
-    DifferenceKind.MISSING,
-    DifferenceKind.CHANGED,
-    DifferenceKind.STALE,
-    DifferenceKind.FOREIGN,
-)
 
 
 class NodeContents(NamedTuple):
@@ -325,14 +319,14 @@ def open_maps(pins: Pins, stack: contextlib.ExitStack) -> tuple[dict[str, Map], 
         try:
             map_ = stack.enter_context(pins.open_map(name))
         except KernelError as error:
-            kind = MISSING if error.errno == errno.ENOENT else DifferenceKind.DAMAGED
+            kind = MISSING if error.errno == errno.ENOENT else DAMAGED
             actual = "" if kind is MISSING else error.what
             differences.append(Difference(kind, name, "map", text, actual, REPLACED_ADVICE))
             continue
         maps[name] = map_
         if map_.is_frozen():
             actual = "frozen: no process can change it"
-            differences.append(Difference(DifferenceKind.DAMAGED, name, "map", text, actual, REPLACED_ADVICE))
+            differences.append(Difference(DAMAGED, name, "map", text, actual, REPLACED_ADVICE))
     return maps, differences
 
 

@@ -341,13 +341,10 @@ class MapGrowth:
         except KbpfError:
             return
 
-    def finish(self, sizes_at_once: Mapping[str, int] | None = None) -> None:
-        """Completes the running growth, or with `sizes_at_once` replaces it by one to these sizes.
-        Raises KbpfError.
-        """
-        if sizes_at_once is not None:
-            self.close()
-            self._start(sizes_at_once)
+    def finish(self, sizes: Mapping[str, int]) -> None:
+        """Completes a growth to these sizes instead of the running one. Raises KbpfError."""
+        self.close()
+        self._start(sizes)
         while self._step():
             pass
 
