@@ -74,9 +74,7 @@ class ConnectionProber:
         """The first suitable frontend of each family and protocol among the next entries."""
         keys, values, self._cursor = services.lookup_batch(self._cursor, PROBED_ENTRIES)
         chosen: set[tuple[int, Protocol]] = set()
-        for start in range(0, len(keys) // services.key_size):
-            key = keys[start * services.key_size : (start + 1) * services.key_size]
-            raw = values[start * services.value_size : (start + 1) * services.value_size]
+        for key, raw in services.split(keys, values):
             value = ServiceValue.unpack(raw)
             if not is_valid_entry("services", key, raw) or not _is_suitable(value):
                 continue

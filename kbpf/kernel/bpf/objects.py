@@ -12,7 +12,7 @@ from ctypes import c_int, c_size_t, c_uint32, c_uint64
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import sock_storage, syscalls
@@ -180,16 +180,14 @@ class Map(syscalls.Fd):
 
     def update_batch(self, keys: bytes, values: bytes) -> None:
         """Writes all entries, concatenated in `keys` and `values`."""
-        total = len(keys) // self.key_size
         opts = syscalls.BatchOpts()
-        for start in range(0, total, BATCH_SIZE):
-            n = min(BATCH_SIZE, total - start)
-            count = c_uint32(n)
-            k = keys[start * self.key_size : (start + n) * self.key_size]
-            v = values[start * self.value_size : (start + n) * self.value_size]
+        for start in range(0, len(keys) // self.key_size, BATCH_SIZE):
+            k = keys[start * self.key_size : (start + BATCH_SIZE) * self.key_size]
+            v = values[start * self.value_size : (start + BATCH_SIZE) * self.value_size]
+            count = c_uint32(len(k) // self.key_size)
             result = syscalls.lib().bpf_map_update_batch(self.fd, k, v, ctypes.byref(count), ctypes.byref(opts))
             if result == -ENOTSUPP:
-                for key, value in self._pairs(k, v, n):
+                for key, value in self.split(k, v):
                     self.update(key, value)
             else:
                 self._check_write(result)
@@ -214,14 +212,19 @@ class Map(syscalls.Fd):
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         """Yields all entries, read in batches; an entry may occur twice if it is written
-        meanwhile. For socket storage the key is the first eight bytes of the value, where programs
-        write the socket's cookie.
+        meanwhile.
+        """
+        for keys, values in self.batches():
+            yield from self.split(keys, values)
+
+    def split(self, keys: bytes, values: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yields the entries of a batch. For socket storage the key is the first eight bytes of the
+        value, where programs write the socket's cookie.
         """
         ks, vs = self.key_size, self.value_size
-        for keys, values in self.batches():
-            for i in range(len(values) // vs):
-                value = values[i * vs : (i + 1) * vs]
-                yield keys[i * ks : (i + 1) * ks] or value[:8], value
+        for i in range(len(values) // vs):
+            value = values[i * vs : (i + 1) * vs]
+            yield keys[i * ks : (i + 1) * ks] or value[:8], value
 
     def batches(self) -> Iterator[tuple[bytes, bytes]]:
         """Yields (keys, values) of many entries at a time, concatenated; keys are b"" for socket
@@ -275,12 +278,6 @@ class Map(syscalls.Fd):
             value = self.lookup(key)
             if value is not None:
                 yield key, value
-
-    def _pairs(self, keys: Any, values: Any, n: int) -> Iterator[tuple[bytes, bytes]]:
-        ks, vs = self.key_size, self.value_size
-        k, v = bytes(memoryview(keys)[: n * ks]), bytes(memoryview(values)[: n * vs])
-        for i in range(n):
-            yield k[i * ks : (i + 1) * ks], v[i * vs : (i + 1) * vs]
 
 
 @lru_cache(maxsize=1)
