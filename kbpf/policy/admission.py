@@ -19,7 +19,7 @@ depend on other Services.
 """
 
 from collections.abc import Collection, Iterable, Set
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -54,6 +54,19 @@ Alibaba's, and Azure's WireServer. 169.254.169.254 is link-local.
 """
 
 
+class InUse(NamedTuple):
+    """What is in use besides Services. `api_servers`: those that the agent connected to. For the
+    listeners see ReservedAddresses.
+    """
+
+    api_servers: Collection[ApiServerAddress] = ()
+    listeners: Collection[FrontendAddress] = frozenset()
+    device_listeners: Collection[FrontendAddress] = frozenset()
+
+
+NOT_IN_USE: Final = InUse()
+
+
 class ReservedAddresses(msgspec.Struct, frozen=True):
     """The addresses that are not available to Services.
 
@@ -79,15 +92,11 @@ class ReservedAddresses(msgspec.Struct, frozen=True):
 def compute_reserved(
     node: Node,
     local_addresses: Collection[Addr],
-    api_servers: Iterable[ApiServerAddress],
-    listeners: Collection[FrontendAddress],
-    device_listeners: Collection[FrontendAddress],
+    in_use: InUse,
     api_slices: Iterable[EndpointSlice],
     config: Config,
 ) -> ReservedAddresses:
-    """Computes the reserved addresses. `api_servers`: those that the agent connected to.
-    `api_slices`: those of default/kubernetes.
-    """
+    """Computes the reserved addresses. `api_slices`: those of default/kubernetes."""
     endpoints = {
         (endpoint.address, port.port)
         for slice_ in api_slices
@@ -97,13 +106,13 @@ def compute_reserved(
     }
     local = local_addresses if isinstance(local_addresses, NodeAddresses) else NodeAddresses(local_addresses)
     return ReservedAddresses(
-        frozenset(endpoints | set(api_servers)),
+        frozenset(endpoints.union(in_use.api_servers)),
         frozenset(node.addresses),
         frozenset(node.addresses) | frozenset(local),
         local.subnet_ends,
         local.networks,
-        frozenset(listeners),
-        frozenset(device_listeners),
+        frozenset(in_use.listeners),
+        frozenset(in_use.device_listeners),
         node.pod_cidrs,
         config.external_ips,
     )

@@ -6,7 +6,7 @@ events.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Container, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Generator, Iterator, Sequence, Set
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -18,7 +18,8 @@ from kbpf.model.desired import DesiredState, Frontend, FrontendAddress, Frontend
 from kbpf.model.events import Kind
 from kbpf.model.objects import API_SERVER, Cidr, EndpointSlice, Node, Service, ServiceName, ServicePort
 from kbpf.policy.admission import (
-    ApiServerAddress,
+    NOT_IN_USE,
+    InUse,
     ReservedAddresses,
     compute_reserved,
     find_device_frontends,
@@ -211,17 +212,6 @@ def _mark_node_address(frontend: Frontend, node_port_addresses: Collection[Addr]
     return replace(frontend, at_node=True) if is_node_address else frontend
 
 
-class NodeState(NamedTuple):
-    """The fields of DesiredState that do not depend on Services, with the same names."""
-
-    node_addresses: tuple[Addr, ...] = ()
-    masquerade_addresses: tuple[Addr, ...] = ()
-    local_networks: tuple[Cidr, ...] = ()
-    exempt_pods: tuple[str, ...] = ()
-    exempt_pods_known: bool = False
-    other_node_addresses: Container[Addr] = ()
-
-
 class DesiredStateBuilder:
     """The desired state, updated incrementally. Use it from one thread only."""
 
@@ -231,7 +221,8 @@ class DesiredStateBuilder:
         """States before they lost a frontend to another Service; only for those that did."""
         self._keys: dict[ServiceName, tuple[ServicePortKey, ...]] = {}
         self._claims = Claims()
-        self.node_state = NodeState()
+        self.node_state = DesiredState({}, exempt_pods_known=False)
+        """What does not depend on Services, without any."""
         self._context = AdmissionContext()
         self._external_ips: dict[ServiceName, tuple[Addr, ...]] = {}
         """Service with ExternalIPs or LoadBalancer addresses → its ExternalIPs."""
@@ -243,7 +234,7 @@ class DesiredStateBuilder:
     @property
     def state(self) -> DesiredState:
         """The complete state. It shares the live dict, which the next update() changes."""
-        return DesiredState(self._services, **self.node_state._asdict())
+        return replace(self.node_state, services=self._services)
 
     @property
     def reserved(self) -> ReservedAddresses:
@@ -261,16 +252,12 @@ class DesiredStateBuilder:
         touched: ChangeSet,
         local_addresses: Collection[Addr],
         config: Config,
-        api_servers: Iterable[ApiServerAddress] = (),
-        listeners: Collection[FrontendAddress] = (),
-        device_listeners: Collection[FrontendAddress] = (),
+        in_use: InUse = NOT_IN_USE,
     ) -> set[ServicePortKey]:
-        """Updates the state; returns the keys that were added, changed or removed. `api_servers`
-        and the listeners: see admission.ReservedAddresses.
-
+        """Updates the state; returns the keys that were added, changed or removed.
         The cost is proportional to what changed, and to all Services if our Node changed.
         """
-        names = self.begin_update(store, touched, local_addresses, config, api_servers, listeners, device_listeners)
+        names = self.begin_update(store, touched, local_addresses, config, in_use)
         changed: set[ServicePortKey] = set()
         for name in names:
             for keys in self.update_service_in_steps(name, store, config):
@@ -283,14 +270,13 @@ class DesiredStateBuilder:
         touched: ChangeSet,
         local_addresses: Collection[Addr],
         config: Config,
-        api_servers: Iterable[ApiServerAddress] = (),
-        listeners: Collection[FrontendAddress] = (),
-        device_listeners: Collection[FrontendAddress] = (),
+        in_use: InUse = NOT_IN_USE,
     ) -> Set[ServiceName]:
         """Updates what does not depend on Services; returns the Services that must be computed
         again.
         """
-        self.node_state = NodeState(
+        self.node_state = DesiredState(
+            {},
             node_port_addresses(store.node, local_addresses, config),
             masquerade_addresses(store.node, local_addresses),
             local_networks(store.node, config),
@@ -298,10 +284,7 @@ class DesiredStateBuilder:
             Kind.POD in store.synced,
             store.other_node_addresses,
         )
-        api_slices = store.slices(API_SERVER)
-        reserved_addresses = compute_reserved(
-            store.node, local_addresses, api_servers, listeners, device_listeners, api_slices, config
-        )
+        reserved_addresses = compute_reserved(store.node, local_addresses, in_use, store.slices(API_SERVER), config)
         names: Set[ServiceName] = touched.services
         if touched.all_services:
             # `_keys` has those that were removed from the store.

@@ -3,7 +3,6 @@
 
 import ipaddress
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config
@@ -21,6 +20,7 @@ from kbpf.model.objects import (
     SlicePort,
     pack_names,
 )
+from kbpf.policy.admission import NOT_IN_USE, InUse
 from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.store import ObjectStore
 
@@ -57,11 +57,14 @@ def gone(said: Service | EndpointSlice | Node | Pod) -> Delete:
 
 
 def state_of_all(
-    objects: Iterable[Service | EndpointSlice | Node | Pod], local: Collection[Addr], config: Config, **more: Any
+    objects: Iterable[Service | EndpointSlice | Node | Pod],
+    local: Collection[Addr],
+    config: Config,
+    in_use: InUse = NOT_IN_USE,
 ) -> DesiredState:
-    """By a builder that sees these objects at once, and nothing before. `more`: of its update()."""
+    """By a builder that sees these objects at once, and nothing before."""
     store, builder = ObjectStore("me"), DesiredStateBuilder()
-    builder.update(store, store.apply(map(up, objects)), local, config, **more)
+    builder.update(store, store.apply(map(up, objects)), local, config, in_use)
     return builder.state
 
 

@@ -38,7 +38,7 @@ from kbpf.model.objects import (
     SlicePort,
     pack_names,
 )
-from kbpf.policy.admission import ApiServerAddress, ReservedAddresses, compute_reserved
+from kbpf.policy.admission import ApiServerAddress, InUse, ReservedAddresses, compute_reserved
 from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.store import ChangeSet, ObjectStore
 from kbpf.serve.events import EventRecorder
@@ -192,9 +192,7 @@ def state_of(service: Service, config: Config, device_listeners: Collection[Fron
         (service, SHOP, KUBERNETES, PODS, API_SLICE, NODE, OTHER_NODE),
         LOCAL,
         config,
-        api_servers=SERVERS,
-        listeners=LISTENING,
-        device_listeners=device_listeners,
+        InUse(SERVERS, LISTENING, device_listeners),
     )
 
 
@@ -253,7 +251,7 @@ def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(caplog):
             touched.all_services = has_address != bool(builder.device_frontends)
             local = (*LOCAL, dns_at.address) if has_address else LOCAL
             listeners = {dns_at} if is_listening else set()
-            keys = builder.update(store, touched, local, Config(), device_listeners=listeners)
+            keys = builder.update(store, touched, local, Config(), InUse(device_listeners=listeners))
             touched = ChangeSet()
             book.report_addresses(keys, builder.state.services, builder.reserved)
             states = builder.state.services.values()
@@ -314,14 +312,11 @@ def test_incremental_updates_equal_a_full_computation(steps: list[str], place: s
         else:
             there[step] = objects[step]
             touched = world.apply([up(objects[step])])
-        more = {
-            "api_servers": SERVERS if told["servers"] else (),
-            "listeners": LISTENING if told["listening"] else frozenset(),
-        }
+        in_use = InUse(SERVERS if told["servers"] else (), LISTENING if told["listening"] else frozenset())
         if world.slices(ServiceName("default", "kubernetes")) and step == "api":
             there["api"] = API_SLICE  # the API server's own Service keeps its last endpoints
-        desired.update(world, touched, LOCAL, config, **more)
-        assert desired.state.services == state_of_all((NODE, *there.values()), LOCAL, config, **more).services
+        desired.update(world, touched, LOCAL, config, in_use)
+        assert desired.state.services == state_of_all((NODE, *there.values()), LOCAL, config, in_use).services
 
 
 # ---- listeners and reports -----------------------------------------------------------------------
@@ -440,7 +435,7 @@ def test_served_address_of_this_node_is_logged_once(kind, place, is_named, caplo
     """
     config = setting("listed", place)
     states = state_of(web(kind, place), config).services
-    kept = compute_reserved(NODE, LOCAL, SERVERS, LISTENING, (), (API_SLICE,), config)
+    kept = compute_reserved(NODE, LOCAL, InUse(SERVERS, LISTENING), (API_SLICE,), config)
     book = ProblemBook(EventRecorder(None, "me"))
     with caplog.at_level("WARNING"):
         for _ in range(2):
