@@ -71,17 +71,12 @@ class Resource:
 
     def stream_query(self, seconds: int) -> str:
         """WATCH that starts with all objects of the newest state, followed by an end mark."""
-        return self._query(
-            sendInitialEvents="true",
-            resourceVersionMatch="NotOlderThan",
-            watch="1",
-            allowWatchBookmarks="true",
-            timeoutSeconds=str(seconds),
-        )
+        return self.watch_query("", seconds, sendInitialEvents="true", resourceVersionMatch="NotOlderThan")
 
-    def watch_query(self, version: str, seconds: int) -> str:
+    def watch_query(self, version: str, seconds: int, **options: str) -> str:
         """WATCH that resumes from `version`."""
         return self._query(
+            **options,
             resourceVersion=version,
             watch="1",
             allowWatchBookmarks="true",

@@ -312,17 +312,18 @@ class ApiConnection:
         if self._raw is not None and not self._raw.isclosed():
             self.drop()
         was_open = self._http is not None and self._http.sock is not None
-        try:
-            raw = self._send(method, path, body, accept)
-        except ConnectionError as error:
-            self.drop()
-            if not was_open:
-                raise self._explain_error(error) from error
-            # The server closed the idle connection: that is not a failure yet.
-            raw = self.translate_errors(lambda: self._send(method, path, body, accept))
-        except (OSError, http.client.HTTPException, ResponseLimitExceeded) as error:
-            self.drop()
-            raise self._explain_error(error) from error
+
+        def send() -> _RawResponse:
+            try:
+                return self._send(method, path, body, accept)
+            except ConnectionError:
+                if not was_open:
+                    raise
+                # The server closed the idle connection: that is not a failure yet.
+                self.drop()
+                return self._send(method, path, body, accept)
+
+        raw = self.translate_errors(send)
         if raw.status == 401:
             self._cluster.reject_credentials(self._credentials)
         raw.bounds.set_bounds(float("inf"), float("inf"), "")

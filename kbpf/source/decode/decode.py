@@ -298,9 +298,8 @@ def _decode(
         result = _DECODERS[kind].to_model(obj)
     except ObjectError as error:
         return DecodedObject(key, version, None, str(error), uid=uid)
-    if kind is Kind.SLICE and (annotations := obj.metadata.annotations) is not None:
-        return DecodedObject(key, version, result, "", annotations.triggered or "", uid)
-    return DecodedObject(key, version, result, uid=uid)
+    annotations = obj.metadata.annotations if kind is Kind.SLICE else None
+    return DecodedObject(key, version, result, "", (annotations and annotations.triggered) or "", uid)
 
 
 def _object_key(kind: Kind, meta: wire.PartialObjectMeta) -> ObjectKey:
