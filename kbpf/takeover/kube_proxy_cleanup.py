@@ -190,7 +190,7 @@ def _remove_nft(dry_run: bool = False, note: Note = str) -> Iterator[str]:
     if not forward_rules.probe_nf_tables().works:
         return
     chains: dict[tuple[str, str], list[str]] = {}
-    for chain in forward_rules.list_chains():
+    for chain in nft.list_chains():
         if chain["family"] in FAMILIES:
             chains.setdefault((chain["family"], chain["table"]), []).append(chain["name"])
     removals = {
@@ -437,7 +437,7 @@ def has_rules() -> bool:
             chain["name"] == "KUBE-SERVICES"
             and chain["family"] in FAMILIES
             and is_kube_proxy_chain(chain["table"], chain["name"])
-            for chain in forward_rules.list_chains()
+            for chain in nft.list_chains()
         ):
             return True
     return any(

@@ -37,7 +37,7 @@ from kbpf.dataplane.ipvs.statefile import StateFile
 from kbpf.dataplane.node import KeepalivePoll, reconcile_forward_rules
 from kbpf.errors import KernelError
 from kbpf.kernel.net.ipvs import IpvsClient
-from kbpf.kernel.netfilter import forward_rules
+from kbpf.kernel.netfilter import nft
 from kbpf.model.config import IPVS_DEVICE, Config
 from kbpf.model.desired import DesiredState, ServicePortKey, VirtualService
 from kbpf.model.metrics import IPVS_COUNTERS, ConnectionStats, Pause, PortName, TrafficStats
@@ -113,7 +113,7 @@ class IpvsPlane:
         if names := self._config.ignored_in_ipvs:
             log.info("settings without effect in mode ipvs: %s (docs/ipvs.md)", ", ".join(names))
         with contextlib.suppress(KernelError):  # maintain_host() retries
-            self._settings.check_firewalls(forward_rules.list_chains())
+            self._settings.check_firewalls(nft.list_chains())
 
     def _release(self) -> None:
         os.close(self._lock)
@@ -229,7 +229,7 @@ class IpvsPlane:
             self._rules_due = now + DRAIN_POLL_INTERVAL_S
             generation = self._kernel.read_foreign_generation()
             if generation != self._rules_generation:
-                listing = forward_rules.list_chains()
+                listing = nft.list_chains()
                 self._settings.check_firewalls(listing)
                 reconcile_forward_rules(self._options.masquerade_mark, listing)
                 self._rules_generation = generation

@@ -109,9 +109,8 @@ class BaseChain:
     @property
     def next_handle(self) -> int | None:
         """The handle of the foreign rule that follows ours; None if ours is last."""
-        return (
-            self.foreign_rules[self.insert_position].handle if self.insert_position < len(self.foreign_rules) else None
-        )
+        following = self.foreign_rules[self.insert_position :]
+        return following[0].handle if following else None
 
     def has_masquerade_rule(self, mark: int) -> bool:
         """Whether there is exactly one rule of ours for masqueraded packets, at the right position
@@ -186,17 +185,10 @@ def read_generation() -> int:
     return int.from_bytes(parse_attributes(reply.body[len(body) :])[NFTA_GEN_ID], "big")
 
 
-def list_chains() -> list[Json]:
-    """Lists all chains without their rules. The functions below call it unless
-    `listing` is given.
-    """
-    return nft.list_chains()
-
-
 def list_forward_chains(listing: Iterable[Json] | None = None) -> tuple[BaseChain, ...]:
     """The base chains at the forward hook in the tables that iptables and CNIs share."""
     chains = []
-    for chain in list_chains() if listing is None else listing:
+    for chain in nft.list_chains() if listing is None else listing:
         table = chain.get("family", ""), chain.get("table", "")
         if table in FILTER_TABLES and (chain.get("hook"), chain.get("type")) == (
             "forward",
@@ -213,7 +205,7 @@ def list_other_drop_chains(listing: Iterable[Json] | None = None) -> tuple[str, 
     # A packet passes the base chains of all tables, and a drop in one is final: a rule of ours in
     # another table could not help, and these tables belong to other programs.
     names = []
-    for chain in list_chains() if listing is None else listing:
+    for chain in nft.list_chains() if listing is None else listing:
         location = chain.get("family", ""), chain.get("table", ""), str(chain["name"])
         if location[:2] in FILTER_TABLES or chain.get("hook") != "forward":
             continue
@@ -231,7 +223,7 @@ def list_closed_input_chains(listing: Iterable[Json] | None = None, own_table: s
     `own_table`: our own table, which is skipped.
     """
     names = []
-    for chain in list_chains() if listing is None else listing:
+    for chain in nft.list_chains() if listing is None else listing:
         if (chain["family"], chain["table"]) == ("inet", own_table):
             continue
         if (chain.get("hook"), chain.get("type")) == ("input", "filter"):
