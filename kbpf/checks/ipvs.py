@@ -143,7 +143,7 @@ def _try_service(scheduler: str) -> int:
     try:
         with closing(IpvsClient()) as client:
             codes = client.try_apply(
-                [IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, service, VirtualServiceSettings(scheduler))]
+                [IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, service, settings=VirtualServiceSettings(scheduler))]
             )
     except KernelError as error:
         return error.errno

@@ -225,7 +225,7 @@ def quiesce(client: ipvs.IpvsClient, services: Iterable[VirtualService]) -> None
     """
     client.apply(
         [
-            ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, service, server=entry.server)
+            ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, service, entry.server)
             for service in services
             for entry in client.list_servers(service)
             if entry.weight

@@ -18,7 +18,7 @@ from kbpf.dataplane.ipvs.plan import (
     ServerPool,
     ServicePortPlan,
     SetName,
-    target_service,
+    find_service,
 )
 from kbpf.model.address import Addr
 from kbpf.model.desired import RealServer, ServicePortKey, VirtualService
@@ -170,7 +170,9 @@ class DesiredElements:
             plan = self.plans[key]
             pools, dangling = dict(plan.pools), frozenset[Element]()
             if pool is None:
-                dangling = frozenset(element for element in plan.elements if target_service(element) == virtual)
+                dangling = frozenset(
+                    element for element in plan.elements if find_service(element, LATE_SETS) == virtual
+                )
                 del pools[virtual], self._pools[virtual], self._owners[virtual]
             else:
                 pools[virtual] = self._pools[virtual] = pool
@@ -199,7 +201,7 @@ class DesiredElements:
             element for element in elements if element[0] is not SetName.VIRTUAL_IPS or element[1][0] in addresses
         }
         changes = Changes(new_elements=set(desired - present))
-        changes.immediate = {element for element in changes.new_elements if target_service(element) in pools}
+        changes.immediate = {element for element in changes.new_elements if find_service(element, LATE_SETS) in pools}
         serving = {virtual: plan.serving for plan in self.plans.values() for virtual in plan.pools}
         _compare_pools(pools, self._pools, serving, changes)
         if authoritative:

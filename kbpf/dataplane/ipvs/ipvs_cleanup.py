@@ -4,12 +4,12 @@
 import contextlib
 import errno
 import socket
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container
 from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.ipvs import ruleset, statefile
-from kbpf.dataplane.ipvs.plan import Element, SetName, owned_service
+from kbpf.dataplane.ipvs.plan import Element, SetName, owned_services
 from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.net import dummy, ipvs
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand
@@ -93,15 +93,10 @@ def read_elements() -> frozenset[Element] | None:
     return ruleset.parse_elements(forward_rules.run_transaction(ruleset.LIST_TABLE))
 
 
-def _owned_services(elements: Iterable[Element]) -> set[VirtualService]:
-    """The virtual services that these elements of our table record as ours."""
-    return {virtual for element in elements if (virtual := owned_service(element)) is not None}
-
-
-def read_owned_services() -> set[VirtualService] | None:
+def read_owned_services() -> frozenset[VirtualService] | None:
     """The virtual services that our table records as ours; None if it does not exist."""
     elements = read_elements()
-    return None if elements is None else _owned_services(elements)
+    return None if elements is None else owned_services(elements)
 
 
 def _delete_services(client: IpvsClient, services: Collection[VirtualService]) -> None:
@@ -210,7 +205,7 @@ class PreviousIpvsPlane(PreviousDataPlane):
 
     def _remove_idle(self) -> int:
         elements = read_elements() or frozenset()
-        if not (owned := _owned_services(elements)):
+        if not (owned := owned_services(elements)):
             return 0
         with contextlib.closing(IpvsClient()) as client:
             connection_counts = {virtual: client.count_connections(virtual) for virtual in owned}

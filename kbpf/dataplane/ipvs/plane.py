@@ -29,7 +29,7 @@ from kbpf.dataplane.ipvs.plan import (
     Element,
     ServicePortPlan,
     fwmark_service,
-    owned_service,
+    owned_services,
     without_service,
 )
 from kbpf.dataplane.ipvs.port_planner import NO_IPV6_WARNING, PortPlanner
@@ -193,9 +193,7 @@ class IpvsPlane:
         kernel, desired = self._kernel, self._elements
         pools = kernel.services.read_pools(elements, desired.pools)
         unclaimed = elements - desired.elements if not self._fully_synced else ()
-        self._unclaimed_services = frozenset(
-            virtual for element in unclaimed if (virtual := owned_service(element)) is not None
-        )
+        self._unclaimed_services = owned_services(unclaimed)
         return desired.diff(elements, kernel.read_addresses(), pools, self._fully_synced)
 
     # ---- deferred work ---------------------------------------------------------------------

@@ -14,8 +14,14 @@ from typing import Final
 from kbpf.dataplane.ipvs.diff import Changes
 from kbpf.dataplane.ipvs.plan import Element, ServerPool, ServicePortPlan, ownership_element
 from kbpf.errors import KernelError
-from kbpf.kernel.net import ipvs
-from kbpf.kernel.net.ipvs import ConnectionTimeouts, IpvsClient, IpvsCommand, IpvsServiceFlag, VirtualServiceSettings
+from kbpf.kernel.net.ipvs import (
+    ConnectionTimeouts,
+    IpvsClient,
+    IpvsCommand,
+    IpvsRequest,
+    IpvsServiceFlag,
+    VirtualServiceSettings,
+)
 from kbpf.kernel.system import modules
 from kbpf.model.desired import RealServer, VirtualService
 from kbpf.model.metrics import UdpCuts
@@ -28,7 +34,7 @@ ALREADY_ABSENT_ERRNOS: Final[Mapping[IpvsCommand, frozenset[int]]] = {
 }
 """The kernel's errors for an object that does not exist, and so does not have to be deleted."""
 
-RequestErrors = Mapping[VirtualService, Sequence[tuple[ipvs.IpvsRequest, int]]]
+RequestErrors = Mapping[VirtualService, Sequence[tuple[IpvsRequest, int]]]
 """The refused requests by virtual service, with their errno."""
 
 
@@ -39,7 +45,7 @@ class Schedulers:
         self._warn = warn
         self._missing: set[str] = set()
 
-    def replace_missing(self, failures: RequestErrors) -> dict[VirtualService, list[ipvs.IpvsRequest]]:
+    def replace_missing(self, failures: RequestErrors) -> dict[VirtualService, list[IpvsRequest]]:
         """The requests that failed because of a scheduler that was not known to be missing, each
         with its replacement.
         """
@@ -60,7 +66,7 @@ class Schedulers:
             )
         return {v: [self._with_available(request) for request, _ in failures[v]] for v in missing}
 
-    def _with_available(self, request: ipvs.IpvsRequest) -> ipvs.IpvsRequest:
+    def _with_available(self, request: IpvsRequest) -> IpvsRequest:
         """The request with a scheduler that the kernel has."""
         settings = request.settings
         if settings is None or settings.scheduler not in self._missing:
@@ -181,7 +187,7 @@ class VirtualServices:
 
     def delete(self, virtuals: Collection[VirtualService]) -> None:
         """Deletes virtual services; missing ones are ignored."""
-        requests = [self._service_request(IpvsCommand.IPVS_CMD_DEL_SERVICE, v) for v in virtuals]
+        requests = [IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, v) for v in virtuals]
         self._client.apply(requests, ALREADY_ABSENT_ERRNOS[IpvsCommand.IPVS_CMD_DEL_SERVICE])
         self.change_count += len(requests)
         for virtual in virtuals:
@@ -194,21 +200,17 @@ class VirtualServices:
         flows_by_family: dict[int, int] = {}
         for virtual, cut_servers in _by_service(cuts).items():
             statuses = self._client.list_servers(virtual)
-            flows = sum(
-                status.active_conns + status.inactive_conns for status in statuses if status.server in cut_servers
-            )
+            flows = sum(status.connections for status in statuses if status.server in cut_servers)
             flows_by_family[virtual.family] = flows_by_family.get(virtual.family, 0) + flows
         return flows_by_family
 
-    def _apply_requests(
-        self, requests: Mapping[VirtualService, Sequence[ipvs.IpvsRequest]]
-    ) -> dict[VirtualService, str]:
+    def _apply_requests(self, requests: Mapping[VirtualService, Sequence[IpvsRequest]]) -> dict[VirtualService, str]:
         """Executes requests. Returns the errors of the refused ones. A request that failed because
         of a missing scheduler is retried at once with a replacement.
         """
         pairs = [(virtual, request) for virtual, service_requests in requests.items() for request in service_requests]
         codes = self._client.try_apply([request for _, request in pairs])
-        failures: dict[VirtualService, list[tuple[ipvs.IpvsRequest, int]]] = {}
+        failures: dict[VirtualService, list[tuple[IpvsRequest, int]]] = {}
         for (virtual, request), code in zip(pairs, codes, strict=True):
             if code and code not in ALREADY_ABSENT_ERRNOS.get(request.command, ()):
                 failures.setdefault(virtual, []).append((request, code))
@@ -217,14 +219,13 @@ class VirtualServices:
         refused = {v: _error_text(*service_requests[0]) for v, service_requests in failures.items() if v not in retries}
         return refused | self._apply_requests(retries) if retries else refused
 
-    def _addition_requests(self, changes: Changes) -> Iterator[tuple[VirtualService, list[ipvs.IpvsRequest]]]:
+    def _addition_requests(self, changes: Changes) -> Iterator[tuple[VirtualService, list[IpvsRequest]]]:
         """Requests by virtual service."""
         cuts = _by_service(changes.udp_cuts)
         for virtual, pool in changes.new_pools.items():
             requests = [self._service_request(IpvsCommand.IPVS_CMD_NEW_SERVICE, virtual, pool)]
             requests += [
-                _server_request(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, server, weight)
-                for server, weight in pool.servers
+                IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, server, weight) for server, weight in pool.servers
             ]
             yield virtual, requests
         for virtual, (old, new) in changes.changed_pools.items():
@@ -233,46 +234,43 @@ class VirtualServices:
         for virtual, servers in cuts.items():
             yield virtual, list(self._delete_draining(virtual, servers))
 
-    def _delete_draining(self, virtual: VirtualService, servers: set[RealServer]) -> Iterator[ipvs.IpvsRequest]:
+    def _delete_draining(self, virtual: VirtualService, servers: set[RealServer]) -> Iterator[IpvsRequest]:
         """Deletes those of these real servers at once that are draining."""
         draining = self._draining.get(virtual, set())
         for server in servers & draining:
-            yield _server_request(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, server)
+            yield IpvsRequest(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, server)
         draining -= servers
 
-    def _update_requests(self, virtual: VirtualService, old: ServerPool, new: ServerPool) -> Iterator[ipvs.IpvsRequest]:
+    def _update_requests(self, virtual: VirtualService, old: ServerPool, new: ServerPool) -> Iterator[IpvsRequest]:
         """Adds new real servers before it drains the removed ones."""
         draining = self._draining.setdefault(virtual, set())
         old_weights, new_weights = dict(old.servers), dict(new.servers)
         for server, weight in new.servers:
             # A real server that is still draining exists in IPVS: NEW_DEST would fail with EEXIST.
             if server not in old_weights and server not in draining:
-                yield _server_request(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, server, weight)
+                yield IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, server, weight)
             elif server in draining or old_weights[server] != weight:
-                yield _server_request(IpvsCommand.IPVS_CMD_SET_DEST, virtual, server, weight)
+                yield IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, virtual, server, weight)
                 draining.discard(server)
         for server in (old_weights.keys() | draining) - new_weights.keys():
             if server not in draining or old_weights.get(server):
-                yield _server_request(IpvsCommand.IPVS_CMD_SET_DEST, virtual, server, 0)
+                yield IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, virtual, server, 0)
                 draining.add(server)
         if not draining:
             del self._draining[virtual]
         if self._schedulers.settings(old) != self._schedulers.settings(new):
             yield self._service_request(IpvsCommand.IPVS_CMD_SET_SERVICE, virtual, new)
 
-    def _service_request(
-        self, command: IpvsCommand, virtual: VirtualService, pool: ServerPool | None = None
-    ) -> ipvs.IpvsRequest:
-        settings = None if pool is None else self._schedulers.settings(pool)
-        return ipvs.IpvsRequest(command, virtual, settings)
+    def _service_request(self, command: IpvsCommand, virtual: VirtualService, pool: ServerPool) -> IpvsRequest:
+        return IpvsRequest(command, virtual, settings=self._schedulers.settings(pool))
 
     def remove_drained(self) -> None:
         """Deletes drained real servers that have no connections left."""
         requests = []
         for virtual, servers in list(self._draining.items()):
             for status in self._client.list_servers(virtual):
-                if status.server in servers and not status.active_conns and not status.inactive_conns:
-                    requests.append(_server_request(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, status.server))
+                if status.server in servers and not status.connections:
+                    requests.append(IpvsRequest(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, status.server))
                     servers.discard(status.server)
             if not servers:
                 del self._draining[virtual]
@@ -296,11 +294,5 @@ def _open_ipvs() -> IpvsClient:
     return IpvsClient()
 
 
-def _error_text(request: ipvs.IpvsRequest, code: int) -> str:
+def _error_text(request: IpvsRequest, code: int) -> str:
     return str(KernelError(f"cannot {request}", "IPVS", os.strerror(code), code))
-
-
-def _server_request(
-    command: IpvsCommand, virtual: VirtualService, server: RealServer, weight: int = 0
-) -> ipvs.IpvsRequest:
-    return ipvs.IpvsRequest(command, virtual, None, server, weight)

@@ -128,15 +128,20 @@ class RealServerStatus(NamedTuple):
     inactive_conns: int
     stats: ConnectionStats = ConnectionStats()
 
+    @property
+    def connections(self) -> int:
+        """All, including closed ones that have not expired."""
+        return self.active_conns + self.inactive_conns
+
 
 class IpvsRequest(NamedTuple):
     """One change. `weight` applies only with `server`, `settings` only without."""
 
     command: IpvsCommand
     service: VirtualService
-    settings: VirtualServiceSettings | None = None
     server: RealServer | None = None
     weight: int = 0
+    settings: VirtualServiceSettings | None = None
 
     def __str__(self) -> str:
         verb, _, noun = self.command.name.removeprefix("IPVS_CMD_").partition("_")
@@ -214,19 +219,23 @@ def _encode_service(request: IpvsRequest) -> bytes:
     # Family, protocol and mark are in host order, port and address in network order.
     parts = [pack_attribute(uapi.IPVS_SVC_ATTR_AF, _U16.pack(AF[service.family]))]
     if service.fwmark:
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_FWMARK, _U32.pack(service.fwmark)))
+        parts += [pack_attribute(uapi.IPVS_SVC_ATTR_FWMARK, _U32.pack(service.fwmark))]
     else:
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_PROTOCOL, _U16.pack(service.protocol)))
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_ADDR, to_wire(service.address)))
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_PORT, _BE16.pack(service.port)))
+        parts += [
+            pack_attribute(uapi.IPVS_SVC_ATTR_PROTOCOL, _U16.pack(service.protocol)),
+            pack_attribute(uapi.IPVS_SVC_ATTR_ADDR, to_wire(service.address)),
+            pack_attribute(uapi.IPVS_SVC_ATTR_PORT, _BE16.pack(service.port)),
+        ]
     if settings is not None:
         flags = settings.flags | (IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT if settings.persistence else 0)
-        parts.append(pack_string(uapi.IPVS_SVC_ATTR_SCHED_NAME, settings.scheduler))
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_FLAGS, _IP_VS_FLAGS.pack(flags, sum(IpvsServiceFlag))))
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_TIMEOUT, _U32.pack(settings.persistence)))
         # Persistence is per client address: a mask in network order, or an IPv6 prefix length.
         netmask = b"\xff\xff\xff\xff" if service.family == 4 else _U32.pack(128)
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_NETMASK, netmask))
+        parts += [
+            pack_string(uapi.IPVS_SVC_ATTR_SCHED_NAME, settings.scheduler),
+            pack_attribute(uapi.IPVS_SVC_ATTR_FLAGS, _IP_VS_FLAGS.pack(flags, sum(IpvsServiceFlag))),
+            pack_attribute(uapi.IPVS_SVC_ATTR_TIMEOUT, _U32.pack(settings.persistence)),
+            pack_attribute(uapi.IPVS_SVC_ATTR_NETMASK, netmask),
+        ]
     return b"".join(parts)
 
 
@@ -250,9 +259,13 @@ def _decode_address(raw: bytes, family: int) -> Addr:
     return Addr(V4_PREFIX + raw[:4]) if family == socket.AF_INET else Addr(raw[:16])
 
 
+def _decode_object(body: bytes, attr_type: int) -> dict[int, bytes]:
+    return parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[attr_type])
+
+
 def decode_service(body: bytes) -> tuple[VirtualService, VirtualServiceSettings]:
     """Decodes a reply to IPVS_CMD_GET_SERVICE."""
-    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[uapi.IPVS_CMD_ATTR_SERVICE])
+    attrs = _decode_object(body, uapi.IPVS_CMD_ATTR_SERVICE)
     family = _U16.unpack(attrs[uapi.IPVS_SVC_ATTR_AF])[0]
     fwmark = parse_int32(attrs.get(uapi.IPVS_SVC_ATTR_FWMARK)) & 0xFFFFFFFF  # it is unsigned
     flags = _IP_VS_FLAGS.unpack(attrs[uapi.IPVS_SVC_ATTR_FLAGS])[0]
@@ -273,7 +286,7 @@ def decode_service(body: bytes) -> tuple[VirtualService, VirtualServiceSettings]
 
 def decode_stats(body: bytes) -> tuple[VirtualService, ConnectionStats]:
     """Decodes the counters in the same reply: IPVS_COUNTERS since the service was created."""
-    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[uapi.IPVS_CMD_ATTR_SERVICE])
+    attrs = _decode_object(body, uapi.IPVS_CMD_ATTR_SERVICE)
     return decode_service(body)[0], _decode_counters(attrs.get(uapi.IPVS_SVC_ATTR_STATS64, b""))
 
 
@@ -288,7 +301,7 @@ def _decode_counters(raw: bytes) -> ConnectionStats:
 
 def decode_server(body: bytes, family: int) -> RealServerStatus:
     """Decodes a reply to IPVS_CMD_GET_DEST. `family` is that of the service, 4 or 6."""
-    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[uapi.IPVS_CMD_ATTR_DEST])
+    attrs = _decode_object(body, uapi.IPVS_CMD_ATTR_DEST)
     # Servers may have another family than their service (tunnels); old kernels do not report it.
     server_family = attrs.get(uapi.IPVS_DEST_ATTR_ADDR_FAMILY) or _U16.pack(AF[family])
     address = _decode_address(attrs[uapi.IPVS_DEST_ATTR_ADDR], _U16.unpack(server_family)[0])
@@ -368,10 +381,8 @@ class IpvsClient:
         return [decode_server(message.body, service.family) for message in messages]
 
     def count_connections(self, service: VirtualService) -> int:
-        """Counts the connections of a virtual service, including closed ones that have not
-        expired.
-        """
-        return sum(status.active_conns + status.inactive_conns for status in self.list_servers(service))
+        """Counts the connections of a virtual service."""
+        return sum(status.connections for status in self.list_servers(service))
 
     def try_apply(self, requests: Sequence[IpvsRequest]) -> list[int]:
         """Applies the requests; returns an errno for each, in order, 0 for success."""

@@ -92,8 +92,8 @@ class Bench:
     def add_virtual_service(self, virtual: VirtualService, server: RealServer) -> None:
         """Adds a virtual service of somebody else."""
         requests = [
-            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, virtual, VirtualServiceSettings("rr")),
-            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, None, server, 1),
+            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, virtual, settings=VirtualServiceSettings("rr")),
+            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, server, 1),
         ]
         self.ipvs(lambda face: face.apply(requests))
 

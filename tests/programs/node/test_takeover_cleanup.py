@@ -203,7 +203,7 @@ def tell_ipvs(bench: Namespace, *requests: IpvsRequest) -> None:
 
 def serve(bench: Namespace, *services: VirtualService) -> None:
     new = IpvsCommand.IPVS_CMD_NEW_SERVICE
-    tell_ipvs(bench, *(IpvsRequest(new, one, VirtualServiceSettings("rr")) for one in services))
+    tell_ipvs(bench, *(IpvsRequest(new, one, settings=VirtualServiceSettings("rr")) for one in services))
 
 
 def served(bench: Namespace) -> dict[VirtualService, list[int]]:

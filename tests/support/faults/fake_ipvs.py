@@ -93,9 +93,9 @@ class FakeIpvs:
         self,
         command: IpvsCommand,
         service: VirtualService,
-        settings: VirtualServiceSettings | None,
         server: RealServer | None,
         weight: int,
+        settings: VirtualServiceSettings | None,
     ) -> int:
         there = self.held.get(service)
         match command:

@@ -22,7 +22,7 @@ from kbpf.dataplane.ipvs.plan import (
     SetName,
     fwmark_service,
     needs_fwmark,
-    owned_service,
+    owned_services,
     plan_node,
     plan_service_port,
     without_service,
@@ -303,7 +303,7 @@ def test_the_order_of_the_steps(before, after, expected):
     steps = (plan(ledger, new) if new else plan(ledger, gone=(key,))).steps()
     found = [f"{step.replace('_', ' ')}: {' '.join(sorted(names(of)))}" for step, of in steps._asdict().items() if of]
     assert "; ".join(found) == expected
-    assert {owned_service(element) for element in ledger.elements} - {None} == set(ledger.pools)
+    assert owned_services(ledger.elements) == set(ledger.pools)
     assert bool(ledger.plans) == bool(ledger.elements) == bool(new)
 
 
