@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Final
 
 from kbpf.dataplane.bpf.maps.ids import ID_LIMIT
-from kbpf.dataplane.bpf.maps.layout import U32_PAIR, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.maps.layout import U32_PAIR, ServiceFlag, ServiceValue, SetNumbers
 from kbpf.dataplane.bpf.state.contents import NODE_PORTS_ID, Contents
 from kbpf.dataplane.bpf.state.map_state import ProgrammedState
 from kbpf.dataplane.bpf.state.plan import WritePlan, compute_change, needs_table, table_content
@@ -44,8 +44,6 @@ MISSING, CHANGED, STALE, FOREIGN, DAMAGED = (
     DifferenceKind.FOREIGN,
     DifferenceKind.DAMAGED,
 )
-SetNumbers = tuple[int, int, int]
-"""Id, size and table of a set, as a frontend has them."""
 
 
 def compare(contents: Contents, desired: DesiredState, config: Config) -> list[Finding]:
@@ -95,7 +93,7 @@ class _DryRun:
             found |= dict.fromkeys(self._compare_frontend(key, frontend, new))
             old = self._values.get(frontend.at)
             if old is not None and (old.id == new.id or old.id not in self._contents.names):
-                pairs = zip(_sets_of(old), _sets_of(new), (False, True), strict=True)
+                pairs = zip(old.sets, new.sets, (False, True), strict=True)
                 sets |= {(one, is_local): None for one, other, is_local in pairs if one != other}
         for numbers, is_local in sets:
             found |= dict.fromkeys(self._compare_set(key, state, numbers, is_local))
@@ -198,11 +196,7 @@ class _DryRun:
     def _find_leftovers(self) -> Iterator[Difference]:
         """Entries to delete that no frontend leads to."""
         contents, retired = self._contents, self._writes.retired
-        sets = {
-            number
-            for value in self._values.values()
-            for number in (value.cluster_set, value.local_set, value.cluster_table, value.local_table)
-        }
+        sets = {n for value in self._values.values() for id_, _, table in value.sets for n in (id_, table)}
         slots = Counter(set_id for raw in retired.slot_keys for set_id, _ in U32_PAIR.iter_unpack(raw))
         for set_id in sorted(slots.keys() - sets):
             yield differ("backend_slots", f"set {set_id}", "", _count(slots[set_id], "slot"), START_AGENT)
@@ -255,14 +249,6 @@ def differ(where: str, subject: object, desired: str, actual: str = "", advice: 
     """A difference whose kind follows from its texts: "" if there is nothing."""
     kind = MISSING if not actual else CHANGED if desired else STALE
     return Difference(kind, where, str(subject), desired, actual, advice)
-
-
-def _sets_of(value: ServiceValue) -> tuple[SetNumbers, SetNumbers]:
-    """The cluster and the local set."""
-    return (
-        (value.cluster_set, value.cluster_size, value.cluster_table),
-        (value.local_set, value.local_size, value.local_table),
-    )
 
 
 def _format_flags(flags: int) -> str:

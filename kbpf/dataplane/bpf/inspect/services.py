@@ -126,7 +126,8 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
     lists_sockets = True
     if Part.TRAFFIC in parts:
         traffic, lists_sockets = _read_traffic(maps, backends)
-        latencies = {_u32(key): unpack_latencies(raw) for key, raw in maps["latencies"].items()}
+        entries = maps["latencies"].items()
+        latencies = {int.from_bytes(key, "little"): unpack_latencies(raw) for key, raw in entries}
     endpoints = _read_endpoints(maps, names) if Part.ENDPOINTS in parts else {}
     sets = _Sets(contents, backends)
     ports = {
@@ -172,13 +173,8 @@ def _build_frontend(at: FrontendAddress, value: ServiceValue, sets: _Sets) -> Fr
         at,
         frontend.kind if frontend else None,
         bool(value.flags & ServiceFlag.RESTRICTED),
-        sets.get(value.cluster_set, value.cluster_size, value.cluster_table),
-        sets.get(value.local_set, value.local_size, value.local_table),
+        *(sets.get(*numbers) for numbers in value.sets),
     )
-
-
-def _u32(raw: bytes) -> int:
-    return int.from_bytes(raw, "little")
 
 
 def _read_endpoints(maps: Maps, names: Mapping[int, ServicePortKey]) -> Mapping[int, dict[Backend, EndpointEntry]]:

@@ -207,6 +207,10 @@ class Target(NamedTuple):
         return cls(Addr(raw[:16]), int.from_bytes(raw[16:18], "big"), raw[18])
 
 
+SetNumbers = tuple[int, int, int]
+"""Id, size and table of a set, as a frontend has them."""
+
+
 class ServiceValue(NamedTuple):
     """struct service."""
 
@@ -219,6 +223,14 @@ class ServiceValue(NamedTuple):
     local_size: int
     cluster_table: int = 0
     local_table: int = 0
+
+    @property
+    def sets(self) -> tuple[SetNumbers, SetNumbers]:
+        """The cluster and the local set."""
+        return (
+            (self.cluster_set, self.cluster_size, self.cluster_table),
+            (self.local_set, self.local_size, self.local_table),
+        )
 
     def pack(self, key: bytes) -> bytes:
         """40 bytes: the value of this key (struct target), with its check word."""
