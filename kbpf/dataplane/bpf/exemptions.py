@@ -141,10 +141,13 @@ class Exemptions:
 
     def adopt(self) -> None:
         """Adopts the entries of the map, except those of deleted cgroups."""
-        self._written = {int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()}
+        self._written = self._read_ids()
         self._adopted = set(self._written)
         if self._adopted:
             self._adopted &= {folder.id for folder in walk(self._root, lambda _: True)}
+
+    def _read_ids(self) -> set[int]:
+        return {int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()}
 
     def set_pods(self, uids: Collection[str], pods_known: bool, now: float) -> None:
         """Sets the exempt pods. Unless `pods_known`, entries of an earlier agent stay exempt
@@ -229,7 +232,7 @@ class Exemptions:
             self._problem = ""
         except KernelError as error:
             # a batch may have been written in part
-            self._written = {int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()}
+            self._written = self._read_ids()
             if not self._problem:
                 log.error("cannot update the exempt cgroups, retrying: %s", error)
             self._problem = f"some cgroups are not exempt yet: {error}"

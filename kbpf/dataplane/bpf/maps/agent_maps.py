@@ -249,9 +249,6 @@ class AgentMaps:
 
 # ---- growth in the background --------------------------------------------------------------------
 
-
-log = logging.getLogger("kbpf.dataplane")
-
 COPY_BATCH_ENTRIES: Final = 1_024
 """Entries copied in one piece: about one millisecond."""
 
