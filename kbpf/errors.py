@@ -182,6 +182,19 @@ def kernel_errors(what: str, where: str = "", hint: str | None = None) -> Iterat
         raise KernelError(what, where, error.strerror or "" if hint is None else hint, error.errno or 0) from error
 
 
+class IgnoredErrnos:
+    """Ends its `with` block silently if that raises a KernelError with one of these errnos."""
+
+    def __init__(self, *errnos: int) -> None:
+        self._errnos = errnos
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: object, __: object) -> bool:
+        return isinstance(error, KernelError) and error.errno in self._errnos
+
+
 def describe_unexpected_error(error: OSError) -> str:
     """Describes an OSError that no caller expected in one line, with the file and line of our code
     that made the system call.

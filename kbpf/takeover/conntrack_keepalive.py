@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterable
 from contextlib import closing
 from typing import Any, Final
 
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos, KernelError
 from kbpf.kernel.net import dummy, ipvs
 from kbpf.kernel.net.ipvs import IpvsCommand
 from kbpf.kernel.netfilter import conntrack, forward_rules, named_objects, nft, xtables
@@ -112,11 +112,8 @@ def remove_unneeded(force: bool = False) -> tuple[str, ...]:
     services that have no connections left; all of them with `force`. Returns the families of the
     removed tables.
     """
-    try:
+    with IgnoredErrnos(errno.ENOENT):
         return _remove_unneeded_once(force)
-    except KernelError as error:
-        if error.errno != errno.ENOENT:
-            raise
     # The agent and `kbpf cleanup` may remove a table at the same time. The kernel refuses the
     # second transaction as a whole; this time what is gone is not listed.
     return _remove_unneeded_once(force)
@@ -158,11 +155,8 @@ def reconcile_forward_rules(chains: Iterable[forward_rules.BaseChain]) -> tuple[
         chain = next(filter(_is_wrong, chains), None)
         if chain is None:
             continue
-        try:
+        with IgnoredErrnos(errno.ERESTART, errno.ENOENT):
             actions.append(_repair(chain, generation))
-        except KernelError as error:
-            if error.errno not in (errno.ERESTART, errno.ENOENT):
-                raise
     raise KernelError("other programs keep changing the ruleset", "nf_tables", "", errno.ERESTART)
 
 
@@ -242,13 +236,10 @@ def list_kept_services(families: Iterable[str]) -> tuple[VirtualService, ...]:
 
 def _list_elements(family: str) -> list[forward_rules.Json]:
     listing = {"list": {"table": {"family": family, "name": TABLE}}}
-    try:
+    with IgnoredErrnos(errno.ENOENT):
         sets = [item.get("set", {}) for item in forward_rules.run_transaction(listing)]
-    except KernelError as error:
-        if error.errno == errno.ENOENT:
-            return []
-        raise
-    return [e for set_ in sets if set_.get("name") == VIRTUAL_SERVICE_SET for e in set_.get("elem", ())]
+        return [e for set_ in sets if set_.get("name") == VIRTUAL_SERVICE_SET for e in set_.get("elem", ())]
+    return []
 
 
 def count_connections() -> int:

@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos, KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import (
     DEFAULT_IDENTITY,
@@ -365,12 +365,9 @@ def _detach_pinned_link(pin: Path) -> None:
 
 def _attached_ids(ifindex: int, attach_type: int) -> tuple[int, ...]:
     """The ids of the TCX programs there, in the order in which they run."""
-    try:
+    with IgnoredErrnos(errno.ENODEV):
         return objects.list_attached(ifindex, attach_type)
-    except KernelError as error:
-        if error.errno == errno.ENODEV:
-            return ()
-        raise
+    return ()
 
 
 def _attach_error(action: str, attachment: Attachment, error: KernelError) -> KernelError:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos, KernelError
 from kbpf.kernel.net import uapi
 from kbpf.kernel.net.addresses import IFADDRMSG, address_of
 from kbpf.kernel.net.netlink import (
@@ -101,14 +101,10 @@ def accepts_ipv6(name: str) -> bool:
 def remove(name: str) -> bool:
     """Removes the device with its addresses; returns whether it existed."""
     body = _EMPTY_IFINFOMSG + pack_string(uapi.IFLA_IFNAME, name)
-    with Rtnetlink() as netlink:
-        try:
-            netlink.request(uapi.RTM_DELLINK, body)
-        except KernelError as error:
-            if error.errno != errno.ENODEV:
-                raise
-            return False
-    return True
+    with IgnoredErrnos(errno.ENODEV), Rtnetlink() as netlink:
+        netlink.request(uapi.RTM_DELLINK, body)
+        return True
+    return False
 
 
 def list_addresses(ifindex: int, *excluded_devices: str) -> tuple[frozenset[Addr], frozenset[Addr]]:

@@ -16,7 +16,7 @@ from enum import IntEnum, IntFlag
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.errors import KernelError, kernel_errors
+from kbpf.errors import IgnoredErrnos, KernelError, kernel_errors
 from kbpf.kernel.net import uapi
 from kbpf.kernel.net.netlink import (
     AF,
@@ -50,6 +50,7 @@ _STATS_ATTRS: Final = (
     uapi.IPVS_STATS_ATTR_INBYTES,
     uapi.IPVS_STATS_ATTR_OUTBYTES,
 )
+_NO_SERVICE: Final = IgnoredErrnos(errno.ESRCH, errno.ENOENT)
 _GENLMSGHDR: Final = struct.Struct("=BBH")  # command, version, reserved
 _IP_VS_FLAGS: Final = struct.Struct("=II")  # the flags, and the mask of those that are set
 _U16: Final = struct.Struct("=H")
@@ -357,13 +358,9 @@ class IpvsClient:
     def read_settings(self, service: VirtualService) -> VirtualServiceSettings | None:
         """Reads the settings of one virtual service; None if it does not exist."""
         body = encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_GET_SERVICE, service))
-        try:
-            (reply, *_) = self._netlink.request(self._family_id, body)
-        except KernelError as error:
-            if error.errno in (errno.ESRCH, errno.ENOENT):
-                return None
-            raise
-        return decode_service(reply.body)[1]
+        with _NO_SERVICE:
+            return decode_service(self._netlink.request(self._family_id, body)[0].body)[1]
+        return None
 
     def read_stats(self) -> list[tuple[VirtualService, ConnectionStats]]:
         """Reads the counters of all virtual services, including those of other programs."""
@@ -372,13 +369,9 @@ class IpvsClient:
     def list_servers(self, service: VirtualService) -> list[RealServerStatus]:
         """Lists the real servers of a virtual service; empty if it does not exist."""
         body = encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_GET_DEST, service))
-        try:
-            messages = self._netlink.dump(self._family_id, body)
-        except KernelError as error:
-            if error.errno in (errno.ESRCH, errno.ENOENT):
-                return []
-            raise
-        return [decode_server(message.body, service.family) for message in messages]
+        with _NO_SERVICE:
+            return [decode_server(each.body, service.family) for each in self._netlink.dump(self._family_id, body)]
+        return []
 
     def count_connections(self, service: VirtualService) -> int:
         """Counts the connections of a virtual service."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from enum import IntFlag
 from typing import Final, NamedTuple
 
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos, KernelError
 from kbpf.kernel.net.netlink import (
     AF,
     Netlink,
@@ -137,16 +137,11 @@ def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
     status_bytes = struct.pack(">I", status)  # ctnetlink's numbers are in network order
     body = struct.pack("=BBH", family, 0, 0)  # struct nfgenmsg: family, version, resource id
     body += pack_attribute(uapi.CTA_STATUS, status_bytes) + pack_attribute(uapi.CTA_STATUS_MASK, status_bytes)
-    with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
-        try:
-            messages = netlink.dump(_CT_GET, body)
-        except KernelError as error:
-            if error.errno in _UNSUPPORTED_ERRNOS:
-                return []
-            raise
-    entries = (parse_attributes(message.body[4:]) for message in messages)
-    # Older kernels ignore the filter in the request and return all entries.
-    return [entry for entry in entries if int.from_bytes(entry.get(uapi.CTA_STATUS, b""), "big") & status == status]
+    with IgnoredErrnos(*_UNSUPPORTED_ERRNOS), Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
+        entries = (parse_attributes(message.body[4:]) for message in netlink.dump(_CT_GET, body))
+        # Older kernels ignore the filter in the request and return all entries.
+        return [entry for entry in entries if int.from_bytes(entry.get(uapi.CTA_STATUS, b""), "big") & status == status]
+    return []
 
 
 def _flow_behind_nat(attrs: dict[int, bytes]) -> ConntrackFlow | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos
 from kbpf.kernel.net.netlink import (
     Message,
     Netlink,
@@ -236,12 +236,9 @@ def has_set(family: str, table: str, name: str) -> bool:
 
 
 def _request_or_none(netlink: Netlink, msg_type: int, family: str, attrs: bytes) -> Message | None:
-    try:
+    with IgnoredErrnos(errno.ENOENT):
         return netlink.request(msg_type, _pack_header(family) + attrs)[0]
-    except KernelError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        return None
+    return None
 
 
 def _pack_table_filter(family: str, table: str) -> bytes:

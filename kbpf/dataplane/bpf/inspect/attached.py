@@ -13,7 +13,7 @@ from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.device_roles import decide_roles
 from kbpf.dataplane.bpf.programs.unpinned import open_attacher
-from kbpf.errors import KernelError, NotFoundError
+from kbpf.errors import IgnoredErrnos, KernelError, NotFoundError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Link, LinkInfo, Program, ProgramInfo
@@ -66,13 +66,9 @@ def _pinned_programs(pins: Pins) -> dict[int, ProgramInfo]:
 
 
 def _read_program(program_id: int) -> ProgramInfo | None:
-    try:
-        with objects.open_program_by_id(program_id) as program:
-            return program.read_info()
-    except KernelError as error:
-        if error.errno == errno.ENOENT:
-            return None
-        raise
+    with IgnoredErrnos(errno.ENOENT), objects.open_program_by_id(program_id) as program:
+        return program.read_info()
+    return None
 
 
 # ---- devices -------------------------------------------------------------------------------------

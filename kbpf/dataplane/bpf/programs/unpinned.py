@@ -26,7 +26,7 @@ from typing import Final, NamedTuple, TypeVar
 from kbpf.dataplane.bpf.hooks import HOOKS, TAIL_CALL_SLOTS
 from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, TAIL_CALL_MAP, U32
 from kbpf.dataplane.bpf.maps.pinning import NEW_LINK_PREFIX, Pins
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos, KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY, Direction, FilterIdentity
 from kbpf.kernel.bpf.objects import MAX_NAME_LENGTH, Link, Program
@@ -248,12 +248,9 @@ def _read_pinned_ids(pins: Pins) -> Iterator[int]:
 
 def _open_unless_removed(open_pin: Callable[[Path], T], pin: Path) -> T | None:
     """None if the agent has just removed or renamed the pin."""
-    try:
+    with IgnoredErrnos(errno.ENOENT):
         return open_pin(pin)
-    except KernelError as error:
-        if error.errno == errno.ENOENT:
-            return None
-        raise
+    return None
 
 
 def is_kbpf_program(program_id: int, name: str) -> bool:
