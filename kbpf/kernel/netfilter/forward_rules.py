@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Netlink, parse_attributes
-from kbpf.kernel.net.uapi import NETLINK_NETFILTER
+from kbpf.kernel.net.netlink import parse_attributes
 from kbpf.kernel.netfilter import iptables_legacy, nft
 from kbpf.kernel.netfilter.uapi import NFNL_SUBSYS_NFTABLES, NFT_MSG_GETGEN, NFTA_GEN_ID
 from kbpf.kernel.probe_result import Probe
@@ -175,7 +174,7 @@ def read_generation() -> int:
     # struct nfgenmsg: family, version, res_id
     body = struct.pack("=BBH", socket.AF_UNSPEC, 0, 0)
     try:
-        with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+        with nft.NfTables() as netlink:
             netlink.socket.settimeout(_TIMEOUT_S)
             (reply,) = netlink.request(_GET_GENERATION, body)
     except KernelError as error:
@@ -321,7 +320,7 @@ def run_transaction(*commands: Json, hint: str = HINT, dry_run: bool = False) ->
     Any thread may call, but they wait for each other: libnftables caches names of devices and
     extensions in global variables.
     """
-    with Netlink(NETLINK_NETFILTER, "nf_tables"):
+    with nft.NfTables():
         pass
     try:
         import nftables
