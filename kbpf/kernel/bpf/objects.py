@@ -414,13 +414,18 @@ def open_map_by_id(map_id: int) -> Map:
     return Map(fd, str(map_id))
 
 
-def open_program_by_id(program_id: int, name: str = "") -> Program:
+def open_program_by_id(program_id: int) -> Program:
     fd = syscalls.check(
         syscalls.lib().bpf_prog_get_fd_by_id(program_id),
         "cannot open the program with this id",
         str(program_id),
     )
-    return Program(fd, name or str(program_id))
+    return Program(fd, str(program_id))
+
+
+def read_program_info(program_id: int) -> ProgramInfo:
+    with open_program_by_id(program_id) as program:
+        return program.read_info()
 
 
 def list_attached(cgroup_fd: int, attach_type: int) -> tuple[int, ...]:

@@ -81,12 +81,8 @@ def probe_helper(program_type: int, attach_type: int, helper_id: int, *arguments
 
 
 def missing_capabilities(status: str | None = None) -> tuple[str, ...]:
-    """The names in CAPABILITIES that this process lacks; `status` is the text of
-    /proc/self/status.
-    """
-    text = Path("/proc/self/status").read_text() if status is None else status
-    fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
-    cap_eff = int(fields.get("CapEff", "0"), 16)
+    """The names in CAPABILITIES that this process lacks. `status`: see read_capabilities()."""
+    cap_eff = syscalls.read_capabilities(status)
     required = CAPABILITIES | (MEMLOCK_CAPABILITIES if syscalls.memlock_limit() is not None else {})
     return tuple(name for name, bit in required.items() if not cap_eff >> bit & 1)
 

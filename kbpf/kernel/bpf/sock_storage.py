@@ -73,19 +73,14 @@ def _read_chunk(iterator_fd: int) -> bytes:
 
 def _open_iterator(map_fd: int, size: int) -> int:
     where = "iterator of a socket storage"
-    program_fd = _load_iterator(size)
-    try:
+    with syscalls.Fd(_load_iterator(size)) as program:
         info = (ctypes.c_uint32 * 4)(map_fd)  # union bpf_iter_link_info
         opts = syscalls.LinkCreateOpts(iter_info=ctypes.addressof(info), iter_info_len=4)
         link_fd = syscalls.check(
-            syscalls.lib().bpf_link_create(program_fd, 0, BPF_TRACE_ITER, ctypes.byref(opts)), "cannot link", where
+            syscalls.lib().bpf_link_create(program.fd, 0, BPF_TRACE_ITER, ctypes.byref(opts)), "cannot link", where
         )
-    finally:
-        os.close(program_fd)
-    try:
-        return syscalls.check(syscalls.lib().bpf_iter_create(link_fd), "cannot open", where)
-    finally:
-        os.close(link_fd)
+    with syscalls.Fd(link_fd) as link:
+        return syscalls.check(syscalls.lib().bpf_iter_create(link.fd), "cannot open", where)
 
 
 @lru_cache(maxsize=1)

@@ -193,17 +193,18 @@ def check(result: int, what: str, where: str = "", hint: str = "") -> int:
 
 def is_privileged() -> bool:
     """Whether this process may load programs with the verifier's privileged rules."""
-    bits = _read_capabilities()
+    bits = read_capabilities()
     return bool(bits & _CAP_SYS_ADMIN) or bits & _CAP_PERFMON_BPF == _CAP_PERFMON_BPF
 
 
 def may_open_by_id() -> bool:
     """Whether this process may open programs and maps of other processes by their ids."""
-    return bool(_read_capabilities() & _CAP_SYS_ADMIN)
+    return bool(read_capabilities() & _CAP_SYS_ADMIN)
 
 
-def _read_capabilities() -> int:
-    text = Path("/proc/self/status").read_text()
+def read_capabilities(status: str | None = None) -> int:
+    """The effective capabilities of this process; `status` is the text of /proc/self/status."""
+    text = Path("/proc/self/status").read_text() if status is None else status
     cap_eff = next((line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), "0")
     return int(cap_eff, 16)
 

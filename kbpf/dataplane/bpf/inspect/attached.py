@@ -66,8 +66,8 @@ def _pinned_programs(pins: Pins) -> dict[int, ProgramInfo]:
 
 
 def _read_program(program_id: int) -> ProgramInfo | None:
-    with IgnoredErrnos(errno.ENOENT), objects.open_program_by_id(program_id) as program:
-        return program.read_info()
+    with IgnoredErrnos(errno.ENOENT):
+        return objects.read_program_info(program_id)
     return None
 
 
@@ -91,9 +91,8 @@ def read_devices(pins: Pins, host_netns: int, status: PacketStatus | None) -> tu
         attachments = tc.list_all()
     names = {}
     for program_id in {attachment.program_id for attachment in attachments}:
-        with contextlib.suppress(KernelError), objects.open_program_by_id(program_id) as program:
-            names[program_id] = program.read_info().name
-
+        with contextlib.suppress(KernelError):
+            names[program_id] = objects.read_program_info(program_id).name
     return build_devices(list_devices(), attachments, names, status or NO_PATTERNS)
 
 

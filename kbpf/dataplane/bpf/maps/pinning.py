@@ -327,8 +327,7 @@ def _map_ids_read_by_all(pins: Pins) -> set[int]:
         with Link.open(pin) as link:
             program_id = link.read_info().program_id
         if program_id not in map_ids_by_program:
-            with objects.open_program_by_id(program_id) as program:
-                map_ids_by_program[program_id] = set(program.read_info().map_ids)
+            map_ids_by_program[program_id] = set(objects.read_program_info(program_id).map_ids)
         reads |= map_ids_by_program[program_id]
     for folder in packet_program_folders(pins):
         reads |= map_ids_read_by(folder)

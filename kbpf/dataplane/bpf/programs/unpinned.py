@@ -258,8 +258,7 @@ def is_kbpf_program(program_id: int, name: str) -> bool:
     False if it cannot be opened (that needs CAP_SYS_ADMIN), or was just unloaded.
     """
     try:
-        with objects.open_program_by_id(program_id) as program:
-            info = program.read_info()
+        info = objects.read_program_info(program_id)
         map_names: set[str] = set()
         for map_id in info.map_ids if info.name == name[:MAX_NAME_LENGTH] else ():
             with objects.open_map_by_id(map_id) as map_:
@@ -274,9 +273,7 @@ def is_kbpf_program(program_id: int, name: str) -> bool:
 def has_tail_calls(program_id: int) -> bool:
     """Whether this program has a tail call map that is not empty. False if it cannot be opened."""
     try:
-        with objects.open_program_by_id(program_id) as program:
-            map_ids = program.read_info().map_ids
-        for map_id in map_ids:
+        for map_id in objects.read_program_info(program_id).map_ids:
             with objects.open_map_by_id(map_id) as map_:
                 if map_.type == BPF_MAP_TYPE_PROG_ARRAY and any(
                     map_.lookup(U32.pack(slot)) for slot in range(TAIL_CALL_SLOTS)
