@@ -16,7 +16,7 @@ from kbpf.dataplane.bpf.maps.ids import ID_LIMIT
 from kbpf.dataplane.bpf.maps.layout import U32_PAIR, ServiceFlag, ServiceValue, SetNumbers
 from kbpf.dataplane.bpf.state.contents import NODE_PORTS_ID, Contents
 from kbpf.dataplane.bpf.state.map_state import ProgrammedState
-from kbpf.dataplane.bpf.state.plan import WritePlan, compute_change, needs_table, table_content
+from kbpf.dataplane.bpf.state.plan import WritePlan, compute_change, table_content, table_size
 from kbpf.dataplane.bpf.state.quotas import TableLimits
 from kbpf.model.address import format_addr
 from kbpf.model.config import Config
@@ -256,7 +256,7 @@ def _format_flags(flags: int) -> str:
 
 
 def _format_spread(backends: BackendSet, spread: Spread) -> str:
-    if not needs_table(backends, spread):
+    if not table_size(backends, spread):
         return "equal shares"
     weights = f", weights {_name_some(map(str, spread.weights))}" if spread.weights else ""
     return f"{str(spread.algorithm).lower()}{weights}"

@@ -26,15 +26,15 @@ from kbpf.dataplane.bpf.maps.layout import (
 from kbpf.dataplane.bpf.state.plan import (
     Retired,
     Writes,
-    needs_table,
     remember_fingerprint,
     table_key,
+    table_size,
 )
 from kbpf.errors import KernelError
 from kbpf.model.address import Addr
 from kbpf.model.desired import Backend, BackendSet, FrontendAddress, ServiceState, Spread
 from kbpf.model.objects import Algorithm
-from kbpf.policy.spread import compute_maglev_table_in_steps, compute_slots, count_slots
+from kbpf.policy.spread import compute_maglev_table_in_steps, compute_slots
 
 ZERO = U32.pack(0)
 ONE = U32.pack(1)
@@ -212,11 +212,7 @@ class TableBuilder:
     def _find_missing(self, state: ServiceState) -> tuple[BackendSet, Spread] | None:
         """A set of this Service port that needs a large table which is not built yet."""
         for backends, spread in state.sets:
-            if (
-                needs_table(backends, spread)
-                and count_slots(len(backends), spread) > BATCH_SLOTS
-                and not self._ids.tables.find(table_key(backends, spread))
-            ):
+            if table_size(backends, spread) > BATCH_SLOTS and not self._ids.tables.find(table_key(backends, spread)):
                 return backends, spread
         return None
 
@@ -254,7 +250,7 @@ class TableBuilder:
         return [key for key in keys if key]
 
     def _build(self, key: TableKey, backends: BackendSet, spread: Spread) -> Generator[None]:
-        size = count_slots(len(backends), spread)
+        size = table_size(backends, spread)
         if spread.algorithm is Algorithm.MAGLEV:
             table = array("I", (yield from compute_maglev_table_in_steps(backends, spread.weights, size)))
         else:

@@ -83,9 +83,10 @@ def fingerprint(table: Sequence[int]) -> bytes:
     return blake2b(array("I", table), digest_size=16).digest()
 
 
-def needs_table(backends: BackendSet, spread: Spread) -> bool:
-    """Whether these backends need a table, i.e. more than one equal slot for each."""
-    return spread != EVEN_SPREAD and count_slots(len(backends), spread) > len(backends)
+def table_size(backends: BackendSet, spread: Spread) -> int:
+    """The slots of the table that these backends need; 0 if one equal slot for each is enough."""
+    slots = len(backends) if spread == EVEN_SPREAD else count_slots(len(backends), spread)
+    return slots if slots > len(backends) else 0
 
 
 def table_key(backends: BackendSet, spread: Spread) -> TableKey:
@@ -108,7 +109,7 @@ def remember_fingerprint(key: TableKey, table: Sequence[int]) -> bytes:
 
 def table_content(backends: BackendSet, spread: Spread) -> bytes:
     """The fingerprint() of the table that these backends have; b"" if they need none."""
-    if not needs_table(backends, spread):
+    if not table_size(backends, spread):
         return b""
     key = table_key(backends, spread)
     # Expensive, but only adopted sets get here.
@@ -250,8 +251,9 @@ class PortChange:
             if not stays:
                 # A changed set is written in full: the old one stays for its grace period.
                 new_slots += len(backends)
-                if needs_table(backends, spread) and not ids.tables.find(table_key(backends, spread)):
-                    new_slots += count_slots(len(backends), spread)
+                size = table_size(backends, spread)
+                if size and not ids.tables.find(table_key(backends, spread)):
+                    new_slots += size
                 members += len(backends) if in_set_members else 0
                 needed_backends.update(backends)
         return {
@@ -274,7 +276,7 @@ class PortChange:
             if not stays:
                 retired.sets.append(old_set)
                 reused_backends.update(backends)
-                if needs_table(backends, spread):
+                if table_size(backends, spread):
                     reused_tables.add(ids.tables.find(table_key(backends, spread)))
         if self.old and self.old.serving != self.serving:
             retired.released_backends.append(self.old.serving)
@@ -387,7 +389,8 @@ class WritePlan:
             # both sets keeps its id.
             self.writes.backends += self._ids.backends.acquire(backends)
             ids = [self._ids.backends.id_of(backend) for backend in backends]
-            table, size = self._plan_table(backends, spread)
+            size = table_size(backends, spread)
+            table = self._plan_table(backends, spread) if size else 0
             # A new id, never new slots under the old one: a program must see one set or the other.
             new = ProgrammedSet(
                 self._ids.allocate_set(), backends, in_set_members, size or len(ids), spread, table=table
@@ -400,10 +403,8 @@ class WritePlan:
             self.writes.retired.sets.append(old)
         return new
 
-    def _plan_table(self, backends: BackendSet, spread: Spread) -> tuple[int, int]:
-        """The id and size of the set's table; 0 and 0 if it needs none."""
-        if not needs_table(backends, spread):
-            return 0, 0
+    def _plan_table(self, backends: BackendSet, spread: Spread) -> int:
+        """The id of the set's table."""
         table_id, is_new = self._ids.tables.acquire(table_key(backends, spread))
         if is_new:
             # A large table is usually written by now (commit.TableBuilder), but not when all
@@ -411,7 +412,7 @@ class WritePlan:
             table = array("I", compute_slots(backends, spread))
             remember_fingerprint(table_key(backends, spread), table)
             self.writes.slots.append((table_id, table))
-        return table_id, count_slots(len(backends), spread)
+        return table_id
 
     def _plan_serving(self, service_id: int, old: BackendSet, new: BackendSet) -> None:
         """UDP flows may stay with any serving backend, so its id must stay valid; flows to others

@@ -31,13 +31,13 @@ from kbpf.dataplane.bpf.state.plan import (
     ProgrammedPort,
     Retired,
     count_leaving_entries,
-    needs_table,
     table_key,
+    table_size,
 )
 from kbpf.errors import CapacityError
 from kbpf.model.desired import EVEN_SPREAD, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm
-from kbpf.policy.spread import MAX_TABLE_SLOTS, MIN_SLOTS_PER_BACKEND, count_slots, fits_table
+from kbpf.policy.spread import MAX_TABLE_SLOTS, MIN_SLOTS_PER_BACKEND, fits_table
 
 MAX_NAMESPACE_SLOTS: Final = 524_288
 """The maximum number of slots in all tables of one namespace: eight tables of the largest size, 34
@@ -75,9 +75,7 @@ def estimate_entries(state: ServiceState) -> int:
     """The approximate number of entries of a Service port in the maps."""
     size = len(state.frontends) + len(state.source_ranges)
     for backends, spread in state.sets:
-        size += len(backends)
-        if needs_table(backends, spread):
-            size += count_slots(len(backends), spread)
+        size += len(backends) + table_size(backends, spread)
     return size
 
 
@@ -107,9 +105,9 @@ class _NamespaceTables:
     def put(self, state: ServiceState) -> None:
         self.remove(state.key)
         sizes = {
-            table_key(backends, spread): count_slots(len(backends), spread)
+            table_key(backends, spread): size
             for backends, spread in state.sets
-            if needs_table(backends, spread) and fits_table(len(backends), spread)
+            if (size := table_size(backends, spread)) and fits_table(len(backends), spread)
         }
         if not sizes:
             return
