@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kbpf.agent.applier import Applier
+from kbpf.agent.applier import Applier, Outcome, State
 from kbpf.agent.computer import ServiceComputer
 from kbpf.agent.host_thread import Listeners
 from kbpf.agent.problem_book import ProblemBook
 from kbpf.agent.recorder import Recorder
-from kbpf.agent.states import Outcome, State
 from kbpf.dataplane.base import DataPlane
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode
