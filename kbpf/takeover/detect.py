@@ -72,11 +72,8 @@ def removal_error(detection: Detection) -> KernelError | None:
     """Returns the reason why kube-proxy's rules must not be removed, or None."""
     message = "nothing removed: kube-proxy is running on this node"
     hint = "stop it first, or use --force"
-    if detection.pids:
-        return KernelError(message, f"pid {detection.pids[0]}", hint)
-    for listener, responder in detection.responders.items():
-        if responder is Responder.KUBE_PROXY:
-            return KernelError(message, f"it answers on {listener}", hint)
+    if where := _where_it_runs(detection):
+        return KernelError(message, where, hint)
     if detection.sees_all or Responder.KBPF in detection.responders.values():
         return None
     return KernelError(
@@ -239,7 +236,7 @@ def _where_it_runs(detection: Detection) -> str:
         return f"pid {detection.pids[0]}"
     return next(
         (
-            f"answers on {listener}"
+            f"it answers on {listener}"
             for listener, responder in detection.responders.items()
             if responder is Responder.KUBE_PROXY
         ),
