@@ -230,8 +230,7 @@ class BpfPlane:
         due = (
             self._attachments.tick(now, not self._state.is_first_apply),
             self._state.grace_queue.due,
-            now if self._udp_passes.is_busy or self._affinity_shares.is_busy else None,
-            self._growth.due(now),
+            now if any(task.is_busy for task in (self._udp_passes, self._affinity_shares, self._growth)) else None,
             self._names.due(),
         )
         udp_cuts, self._udp_passes.results = tuple(self._udp_passes.results), []

@@ -107,14 +107,9 @@ class DesiredElements:
 
     def __init__(self) -> None:
         self._elements = RefCounts[Element]()
-        self._pools: dict[VirtualService, ServerPool] = {}
+        self.pools: dict[VirtualService, ServerPool] = {}  # all, with their real servers
         self._owners: dict[VirtualService, ServicePortKey] = {}
         self.plans: dict[ServicePortKey, ServicePortPlan] = {}
-
-    @property
-    def pools(self) -> Mapping[VirtualService, ServerPool]:
-        """All virtual services, with their real servers."""
-        return self._pools
 
     @property
     def elements(self) -> frozenset[Element]:
@@ -145,11 +140,11 @@ class DesiredElements:
                 self.plans.pop(key, None)
             else:
                 self.plans[key] = new
-        self._pools |= new_pools
+        self.pools |= new_pools
         self._owners |= {virtual: key for key, new in after.items() for virtual in new.pools}
         # A virtual service that moved between these Service ports is in both.
         for virtual in old_pools.keys() - new_pools.keys():
-            del self._pools[virtual]
+            del self.pools[virtual]
             del self._owners[virtual]
         serving = {v: after[k].serving for k in after for v in after[k].pools}
         _compare_pools(old_pools, new_pools, serving, changes)
@@ -173,9 +168,9 @@ class DesiredElements:
                 dangling = frozenset(
                     element for element in plan.elements if find_service(element, LATE_SETS) == virtual
                 )
-                del pools[virtual], self._pools[virtual], self._owners[virtual]
+                del pools[virtual], self.pools[virtual], self._owners[virtual]
             else:
-                pools[virtual] = self._pools[virtual] = pool
+                pools[virtual] = self.pools[virtual] = pool
             removed = self._elements.remove(dangling)
             # Late elements that are only about to be added are just left out. Those that the kernel
             # has already, immediate ones among them, must be deleted.
@@ -203,7 +198,7 @@ class DesiredElements:
         changes = Changes(new_elements=set(desired - present))
         changes.immediate = {element for element in changes.new_elements if find_service(element, LATE_SETS) in pools}
         serving = {virtual: plan.serving for plan in self.plans.values() for virtual in plan.pools}
-        _compare_pools(pools, self._pools, serving, changes)
+        _compare_pools(pools, self.pools, serving, changes)
         if authoritative:
             changes.old_elements = set(elements - desired)
             known_addresses = {element[1][0] for element in elements | desired if element[0] is SetName.VIRTUAL_IPS}

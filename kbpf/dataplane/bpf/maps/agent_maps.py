@@ -323,10 +323,6 @@ class MapGrowth:
             raise CapacityError(f"maps cannot grow, retrying: {self._error.text}")
         return True
 
-    def due(self, now: float) -> float | None:
-        """When to call advance() (time.monotonic); None if no map is growing."""
-        return now if self.is_busy else None
-
     def advance(self, seconds: float) -> None:
         """Works for this many seconds. An error is logged, and reported by must_wait()."""
         if seconds <= 0:

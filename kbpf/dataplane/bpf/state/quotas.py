@@ -276,14 +276,9 @@ class CapacityAccount:
         grace_queue: GraceQueue,
     ) -> None:
         self._agent_maps, self._ids, self._budgets, self._grace_queue = agent_maps, ids, budgets, grace_queue
-        self._reserved: Counter[str] = Counter()
+        self.reserved: Counter[str] = Counter()  # new entries so far, by map
         self._leaving_entries: Counter[str] | None = None  # computed when first needed
         self._budget_s = EARLY_DELETE_BUDGET_S
-
-    @property
-    def reserved(self) -> Mapping[str, int]:
-        """New entries reserved so far, by map."""
-        return self._reserved
 
     def reserve(
         self,
@@ -306,14 +301,14 @@ class CapacityAccount:
                 pending = [*self._grace_queue.pending, retired]
                 self._leaving_entries = Counter(count_leaving_entries(pending, self._ids))
             self._check(change.key, needed, self._count_leaving(change), is_system)
-        self._reserved.update(needed)
+        self.reserved.update(needed)
         if self._leaving_entries is not None:
             self._leaving_entries.update(self._count_leaving(change))
 
     def _is_contested(self, needed: Mapping[str, int]) -> bool:
         fill, limit = self._agent_maps.fill, self._agent_maps.max_entries
         return any(
-            count and fill[name] + self._reserved[name] + count > CONTESTED_FILL * limit(name)
+            count and fill[name] + self.reserved[name] + count > CONTESTED_FILL * limit(name)
             for name, count in needed.items()
         )
 
@@ -334,7 +329,7 @@ class CapacityAccount:
             if net_added > 0 and not is_system:
                 max_fill = self._budgets.max_fill(key.namespace, name, net_added, limit)
             # `total`: while old and new entries coexist. `net`: after the grace period.
-            total = self._agent_maps.fill[name] + self._reserved[name] + count
+            total = self._agent_maps.fill[name] + self.reserved[name] + count
             net = total - self._leaving_entries[name] - own_leaving[name]
             if count and (net > max_fill or total > OVERLAP_FACTOR * limit):
                 flag = MAPS[name].size_flag
