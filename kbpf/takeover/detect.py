@@ -15,7 +15,6 @@ import http.client
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,8 +24,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
+from kbpf.kernel.net.addresses import parse_proc_address
 from kbpf.kernel.system import process
-from kbpf.model.address import V4_PREFIX, Addr, format_addr
+from kbpf.model.address import format_addr
 from kbpf.takeover import kube_proxy_cleanup as cleanup
 
 KUBE_PROXY_PORTS: Final = (10249, 10256)
@@ -63,16 +63,11 @@ def require_no_kube_proxy() -> None:
         raise error
 
 
-def is_kube_proxy_running(detection: Detection) -> bool:
-    """Whether a kube-proxy certainly runs here."""
-    return bool(_where_it_runs(detection))
-
-
 def removal_error(detection: Detection) -> KernelError | None:
     """Returns the reason why kube-proxy's rules must not be removed, or None."""
     message = "nothing removed: kube-proxy is running on this node"
     hint = "stop it first, or use --force"
-    if where := _where_it_runs(detection):
+    if where := where_it_runs(detection):
         return KernelError(message, where, hint)
     if detection.sees_all or Responder.KBPF in detection.responders.values():
         return None
@@ -135,14 +130,7 @@ def parse_listeners(lines: Iterator[str], ports: Collection[int]) -> Iterator[tu
             return
         address, _, port = endpoint.partition(":")
         if int(port, 16) in ports:
-            yield _parse_address(address), int(port, 16)
-
-
-def _parse_address(text: str) -> str:
-    # Each group of eight digits is a 32-bit word in host byte order.
-    chunks = (int(text[offset : offset + 8], 16) for offset in range(0, len(text), 8))
-    raw = b"".join(chunk.to_bytes(4, sys.byteorder) for chunk in chunks)
-    return format_addr(Addr(V4_PREFIX + raw if len(raw) == 4 else raw))
+            yield format_addr(parse_proc_address(address)), int(port, 16)
 
 
 ProbeAnswer = tuple[int, bytes] | None
@@ -224,14 +212,15 @@ def find_kube_proxy() -> KubeProxyState:
     """Looks for its process, its ports and its rules. May take seconds if a port does not answer,
     and reads all rules.
     """
-    running = _where_it_runs(detect())
+    running = where_it_runs(detect())
     try:
         return KubeProxyState(running, cleanup.has_rules())
     except KernelError as error:
         return KubeProxyState(running, unreadable=str(error))
 
 
-def _where_it_runs(detection: Detection) -> str:
+def where_it_runs(detection: Detection) -> str:
+    """Where a kube-proxy certainly runs; "" if none does."""
     if detection.pids:
         return f"pid {detection.pids[0]}"
     return next(

@@ -3,13 +3,14 @@
 
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from typing import Final, TypeGuard
 
 from kbpf.kernel.net import netlink, uapi
 from kbpf.kernel.net.netlink import Message, Notifications, Rtnetlink, parse_attributes, parse_int32
-from kbpf.model.address import Addr, NodeAddresses, family_of, from_wire, is_link_local6, is_loopback
+from kbpf.model.address import V4_PREFIX, Addr, NodeAddresses, family_of, from_wire, is_link_local6, is_loopback
 from kbpf.model.objects import Cidr
 
 IFADDRMSG: Final = struct.Struct("=BBBBI")
@@ -95,6 +96,14 @@ def address_of(body: bytes) -> Addr | None:
     attrs = parse_attributes(body[IFADDRMSG.size :])
     # On a point-to-point device IFA_ADDRESS is the peer's. IPv6 has IFA_LOCAL only there.
     return from_wire(attrs.get(uapi.IFA_LOCAL, attrs.get(uapi.IFA_ADDRESS, b"")))
+
+
+def parse_proc_address(text: str) -> Addr:
+    """An address in a table of /proc/net, such as tcp6."""
+    # Each group of eight digits is a 32-bit word in host byte order.
+    words = (int(text[offset : offset + 8], 16) for offset in range(0, len(text), 8))
+    raw = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+    return Addr(V4_PREFIX + raw if len(raw) == 4 else raw)
 
 
 def watch_addresses(on_change: Callable[[], None], stop: threading.Event) -> None:

@@ -10,13 +10,14 @@ import contextlib
 import errno
 import os
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from kbpf.errors import KernelError, kernel_errors
+from kbpf.kernel.net.addresses import parse_proc_address
 from kbpf.kernel.system.polling import wait_readable
+from kbpf.model.address import format_addr
 
 TIMEOUT_S: Final = 3.0
 TCP_REPAIR: Final = 19
@@ -113,11 +114,7 @@ def _read_peer(table: str, inode: int) -> SocketAddress:
         fields = line.split()
         if int(fields[9]) == inode:
             address, _, port = fields[2].partition(":")
-            # Each group of eight digits is a 32-bit word in host byte order.
-            chunks = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
-            packed = b"".join(chunk.to_bytes(4, sys.byteorder) for chunk in chunks)
-            family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
-            return socket.inet_ntop(family, packed), int(port, 16)
+            return format_addr(parse_proc_address(address)), int(port, 16)
     raise KernelError("a socket of our own is not listed", f"/proc/self/net/{table}")
 
 
