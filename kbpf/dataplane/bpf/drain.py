@@ -23,7 +23,7 @@ from kbpf.dataplane.bpf.maps.flow_entries import (
 from kbpf.dataplane.bpf.maps.layout import NODE, U32, NodeFlag, TcpState
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import packet_path
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import mounts
 from kbpf.model.config import Config
@@ -43,15 +43,11 @@ class PreviousBpfPlane(PreviousDataPlane):
         self._pins = Pins(config.pin_dir)
 
     def claim(self) -> bool:
-        try:
+        with kernel_errors("cannot read the pin folder", str(self._pins.root), "run as root"):
             has_pins = self._pins.links.is_dir() or self._pins.other_folders("maps", self._pins.root)
             # Without pins: an agent that could not load its programs.
             if not (has_pins or host.may_need_cleanup(self._pins)):
                 return False
-        except PermissionError as error:
-            raise KernelError(
-                "cannot read the pin folder", str(self._pins.root), "run as root", error.errno or 0
-            ) from error
         self._lock = pinning.lock_pins(self._pins)
         return True
 

@@ -27,7 +27,7 @@ from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.layout import AGENT_SOCKETS, U32, U64
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
-from kbpf.kernel.system import pods
+from kbpf.kernel.system import mounts, pods
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -211,14 +211,7 @@ class Exemptions:
 
     def _verify_folders(self, folders: dict[str, int]) -> dict[str, int]:
         """Those of a pod's folders (path → id) that still exist with the same id."""
-        current = {}
-        for path, cgroup_id in folders.items():
-            try:
-                if os.stat(self._hooked_cgroup / path).st_ino == cgroup_id:
-                    current[path] = cgroup_id
-            except OSError:
-                continue
-        return current
+        return {path: id_ for path, id_ in folders.items() if mounts.read_inode(self._hooked_cgroup / path) == id_}
 
     def _write(self, ids: set[int]) -> None:
         """Adds new cgroups before it deletes those that are no longer exempt."""

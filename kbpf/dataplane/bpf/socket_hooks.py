@@ -18,7 +18,7 @@ from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_sockets
 from kbpf.dataplane.bpf.programs.loader import ProgramSet
 from kbpf.errors import AttachError, KernelError, LastError, kernel_errors
 from kbpf.kernel.bpf.objects import Link, Map, Program
-from kbpf.kernel.system import netns
+from kbpf.kernel.system import mounts, netns
 from kbpf.model.config import Accounting, Config, SocketLb
 
 log = logging.getLogger("kbpf.dataplane")
@@ -95,11 +95,7 @@ class SocketPrograms(ProgramSet):
         """The hooks that should be attached, and whether each runs our program in the cgroup that
         has this path now. The cgroup may have been deleted and created again.
         """
-        try:
-            cgroup_id = self.cgroup.stat().st_ino
-        except OSError:
-            # matches no cgroup
-            cgroup_id = -1
+        cgroup_id = mounts.read_inode(self.cgroup)
         hook_names = [hook.name for hook in HOOKS if hook.is_wanted(self._accounting)]
         return {
             name: self._is_running(self._pins.links / name, program, cgroup_id)

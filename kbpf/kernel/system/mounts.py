@@ -61,14 +61,15 @@ def list_mounts() -> tuple[Mount, ...]:
     return parse_mountinfo(os.fsdecode(Path("/proc/self/mountinfo").read_bytes()))
 
 
-def _read_inode(path: Path) -> int:
+def read_inode(path: Path) -> int:
+    """The inode, which is the id of a cgroup; -1 if there is no such path."""
     try:
         return path.stat().st_ino
     except OSError:
-        return 0
+        return -1
 
 
-def find_cgroup_root(mounts: tuple[Mount, ...] | None = None, inode_of: Callable[[Path], int] = _read_inode) -> Path:
+def find_cgroup_root(mounts: tuple[Mount, ...] | None = None, inode_of: Callable[[Path], int] = read_inode) -> Path:
     """Returns the root of the cgroup v2 hierarchy, also on machines with v1 and v2 (hybrid). Where
     only v1 is mounted, it is mounted for this process (mount_cgroup_root()).
 
@@ -118,10 +119,8 @@ def mount_cgroup_root() -> Path:
 
 def is_cgroup2(path: Path) -> bool:
     """Whether this folder is in a cgroup v2 hierarchy."""
-    try:
+    with kernel_errors("cannot read the cgroup", str(path), "run as root"):
         return (path / "cgroup.controllers").exists()
-    except PermissionError as error:
-        raise KernelError("cannot read the cgroup", str(path), "run as root", error.errno or 0) from error
 
 
 class Cgroup(NamedTuple):
@@ -196,11 +195,9 @@ def ensure_bpffs(pin_dir: Path) -> None:
     disappear with the container, and its pins too.
     """
     ancestor = pin_dir
-    try:
+    with kernel_errors("cannot read the pin folder", str(pin_dir), "run as root"):
         while not ancestor.exists():
             ancestor = ancestor.parent
-    except PermissionError as error:
-        raise KernelError("cannot read the pin folder", str(ancestor), "run as root", error.errno or 0) from error
     if not is_bpffs(ancestor):
         mount_point = BPF_FS if pin_dir.is_relative_to(BPF_FS) else pin_dir
         if any(mount.path == mount_point for mount in list_mounts()):

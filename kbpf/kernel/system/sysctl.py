@@ -5,13 +5,12 @@ In a container /proc/sys is read-only. Our pod mounts the node's /proc/sys/net a
 HOST_ROOT. At both places the kernel shows the settings of the reader's own network namespace.
 """
 
-import errno
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from kbpf.errors import KernelError, kernel_errors
+from kbpf.errors import kernel_errors
 
 ROOT: Final = Path("/proc/sys")
 HOST_ROOT: Final = Path("/host/proc/sys")
@@ -48,12 +47,8 @@ def write(name: str, value: str) -> None:
     """Writes a setting. Raises KernelError with EROFS or EACCES in a container without write
     access.
     """
-    try:
+    with kernel_errors(f"cannot set {name}", str(ROOT), f"on the node: sysctl -w {name}={value}"):
         path_of(name).write_text(f"{value}\n")
-    except OSError as error:
-        raise KernelError(
-            f"cannot set {name}", str(ROOT), f"on the node: sysctl -w {name}={value}", error.errno or errno.EIO
-        ) from error
 
 
 # ---- ports ---------------------------------------------------------------------------------------

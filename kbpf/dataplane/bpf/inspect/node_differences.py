@@ -224,16 +224,9 @@ def _compare_hooks(contents: NodeContents, config: Config) -> Iterator[Differenc
             name = foreign.program_name(entry.program or 0) or "without a name"
             text = f"program {entry.program} ({name}), which this agent has not pinned"
             yield Difference(FOREIGN, where, entry.purpose, "kbpf's program", text, HOOK_ADVICE)
-        elif not entry.tracepoint and entry.cgroup_id != _inode(cgroup):
+        elif not entry.tracepoint and entry.cgroup_id != mounts.read_inode(cgroup):
             actual = f"at {entry.cgroup or f'cgroup {entry.cgroup_id}'}"
             yield differ(where, entry.purpose, f"at {cgroup}", actual, HOOK_ADVICE)
-
-
-def _inode(path: Path) -> int:
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return -1  # matches no cgroup
 
 
 def _compare_devices(contents: NodeContents, config: Config) -> Iterator[Difference]:
