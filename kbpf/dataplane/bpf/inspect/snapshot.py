@@ -86,6 +86,7 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
     began = time.monotonic()
     with open_maps(pins, parts) as maps:
         values = services.read(maps, parts)
+        ports = {port.id: port for port in values.get("services", ())}
         if Part.MAPS in parts:
             values["maps"] = tuple(read_map(name, map_) for name, map_ in maps.items())
         if Part.STATUS in parts:
@@ -97,7 +98,6 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
             # Published folders only: one that is still being filled is named `new-programs-...`.
             values["packet_programs"] = any(pins.root.glob("programs-tc-*"))
         if Part.FAILURES in parts:
-            ports = {port.id: port for port in values["services"]}
             values["failures"] = failures.read(maps["failures"], ports)
         if "config" in maps:
             values |= _read_config(maps, parts)
@@ -118,7 +118,6 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
     now = time.monotonic()
     flows = None
     if connections is not None:
-        ports = {port.id: port for port in values["services"]}
         flows = FlowTable(connections, ports, str(pin_dir), began, now, values["pods"])
     return Inspection(
         str(pin_dir),
