@@ -23,6 +23,7 @@ from kbpf.kernel.net.uapi import SO_COOKIE
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import cgroups, netns
 
+DIFFERENT_VALUE: Final = Probe(False, "the value read differs from the one written")
 RETURN_1: Final = encode_insns((0xB7, 0, 0, 1), (0x95, 0, 0, 0))
 """r0 = 1; exit."""
 
@@ -95,10 +96,7 @@ def probe_map(map_type: int, flags: int = 0) -> Probe:
             value = map_.lookup(bytes(4))
     except KernelError as error:
         return _probe_from_error(error)
-    return Probe(
-        value == bytes(8),
-        "" if value == bytes(8) else "the value read differs from the one written",
-    )
+    return Probe(True) if value == bytes(8) else DIFFERENT_VALUE
 
 
 def probe_sk_storage(iterate: bool = False) -> Probe:
@@ -115,10 +113,7 @@ def probe_sk_storage(iterate: bool = False) -> Probe:
             values = [value for _, value in map_.items()] if iterate else [map_.lookup(key)]
     except KernelError as error:
         return _probe_from_error(error)
-    return Probe(
-        values == [b"kept-8by"],
-        "" if values == [b"kept-8by"] else "the value read differs from the one written",
-    )
+    return Probe(True) if values == [b"kept-8by"] else DIFFERENT_VALUE
 
 
 def probe_map_batch() -> Probe:
@@ -129,7 +124,7 @@ def probe_map_batch() -> Probe:
             count = len(dict(map_.items()))
     except KernelError as error:
         return _probe_from_error(error)
-    return Probe(count == 2, "" if count == 2 else f"{count} of 2 entries read")
+    return Probe(True) if count == 2 else Probe(False, f"{count} of 2 entries read")
 
 
 def probe_cgroup_link(parent: Path, program_type: int, attach_type: int) -> Probe:
