@@ -172,12 +172,27 @@ class PinsRemovedError(KernelError):
 
 
 @contextlib.contextmanager
-def kernel_errors(what: str, where: str = "") -> Iterator[None]:
-    """Turns an OSError raised in the block into a KernelError: `what` failed, at `where`."""
+def kernel_errors(what: str, where: str = "", hint: str | None = None) -> Iterator[None]:
+    """Turns an OSError raised in the block into a KernelError: `what` failed, at `where`. Without a
+    `hint`, it has the kernel's words.
+    """
     try:
         yield
     except OSError as error:
-        raise KernelError(what, where, error.strerror or "", error.errno or 0) from error
+        raise KernelError(what, where, error.strerror or "" if hint is None else hint, error.errno or 0) from error
+
+
+class IgnoredErrnos:
+    """Ends its `with` block silently if that raises a KernelError with one of these errnos."""
+
+    def __init__(self, *errnos: int) -> None:
+        self._errnos = errnos
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: object, __: object) -> bool:
+        return isinstance(error, KernelError) and error.errno in self._errnos
 
 
 def describe_unexpected_error(error: OSError) -> str:

@@ -3,16 +3,20 @@
 
 If the kernel refuses a write, what is programmed continues to serve, perhaps with a part of the
 change. After a second the data plane reads the kernel's state again and writes what differs.
+
+Nothing is written while WAITING. The first apply programs everything. It is PARTIAL if some objects
+could not be read: state of an earlier agent is then kept until an apply that is complete, and from
+there no way leads back.
 """
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
 from typing import Final
 
 from kbpf.agent.problem_book import ProblemBook
 from kbpf.agent.recorder import Recorder
-from kbpf.agent.states import TRANSITIONS, Outcome, State
 from kbpf.dataplane.base import DataPlane, Report
 from kbpf.errors import KbpfError, LastError
 from kbpf.model.config import Config
@@ -22,6 +26,64 @@ from kbpf.model.status import VerifiedPart
 log = logging.getLogger("kbpf.agent")
 
 RETRY_INTERVAL_S: Final = 1.0
+
+
+class State(Enum):
+    WAITING = auto()  # until every source has listed its objects
+    FIRST_APPLY = auto()
+    FIRST_RETRY = auto()
+    PARTIAL = auto()
+    PARTIAL_RETRY = auto()
+    SERVING = auto()
+    SERVING_RETRY = auto()
+
+    @property
+    def has_applied(self) -> bool:
+        """Whether an apply has succeeded."""
+        return self not in (State.WAITING, State.FIRST_APPLY, State.FIRST_RETRY)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether an apply has succeeded for which all objects could be read."""
+        return self in (State.SERVING, State.SERVING_RETRY)
+
+    @property
+    def is_retrying(self) -> bool:
+        """Whether the last apply failed."""
+        return self in (State.FIRST_RETRY, State.PARTIAL_RETRY, State.SERVING_RETRY)
+
+    @property
+    def last_apply_succeeded(self) -> bool:
+        """Whether there was an apply, and the last one succeeded."""
+        return self in (State.PARTIAL, State.SERVING)
+
+
+class Outcome(Enum):
+    """What leads from one state to the next: all lists are complete, or an apply has ended."""
+
+    LISTED = auto()
+    APPLIED = auto()
+    APPLIED_PARTLY = auto()  # some objects could not be read
+    FAILED = auto()
+
+
+def _after_apply(partial: State, failed: State) -> Mapping[Outcome, State]:
+    return {
+        Outcome.APPLIED: State.SERVING,
+        Outcome.APPLIED_PARTLY: partial,
+        Outcome.FAILED: failed,
+    }
+
+
+TRANSITIONS: Final[Mapping[State, Mapping[Outcome, State]]] = {
+    State.WAITING: {Outcome.LISTED: State.FIRST_APPLY},
+    State.FIRST_APPLY: _after_apply(State.PARTIAL, State.FIRST_RETRY),
+    State.FIRST_RETRY: _after_apply(State.PARTIAL, State.FIRST_RETRY),
+    State.PARTIAL: _after_apply(State.PARTIAL, State.PARTIAL_RETRY),
+    State.PARTIAL_RETRY: _after_apply(State.PARTIAL, State.PARTIAL_RETRY),
+    State.SERVING: _after_apply(State.SERVING, State.SERVING_RETRY),
+    State.SERVING_RETRY: _after_apply(State.SERVING, State.SERVING_RETRY),
+}
 
 
 class Applier:

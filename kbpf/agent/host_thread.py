@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Set
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError, KernelError, LastError
@@ -145,13 +145,8 @@ HASHSIZE_PARAMETER: Final = Path("/sys/module/nf_conntrack/parameters/hashsize")
 ENTRIES_PER_BUCKET: Final = 4
 
 
-class SysctlSetting(NamedTuple):
-    name: str
-    value: int
-
-
-def compute_settings(config: Conntrack, cpus: int) -> tuple[SysctlSetting, ...]:
-    """Returns the sysctls to set, in order. Settings of 0 mean "leave it as it is"."""
+def compute_settings(config: Conntrack, cpus: int) -> tuple[tuple[str, int], ...]:
+    """Returns the sysctls to set and their values, in order. Settings of 0 mean "leave it as it is"."""
     max_entries = 0
     if config.max_per_core:
         scaled = config.max_per_core * cpus
@@ -164,7 +159,7 @@ def compute_settings(config: Conntrack, cpus: int) -> tuple[SysctlSetting, ...]:
         ("udp_timeout", config.udp),
         ("udp_timeout_stream", config.udp_stream),
     )
-    return tuple(SysctlSetting(f"{SYSCTL_PREFIX}nf_conntrack_{name}", value) for name, value in values if value)
+    return tuple((f"{SYSCTL_PREFIX}nf_conntrack_{name}", value) for name, value in values if value)
 
 
 class ConntrackSysctls:
@@ -260,24 +255,23 @@ class HostThread:
         config: Config,
         plane: DataPlane,
         listeners: Listeners,
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None],
     ) -> None:
         """`on_change` is called when other ports are listened on than before."""
         self._plane, self._listeners, self._on_change = plane, listeners, on_change
         self._conntrack_sysctls = ConntrackSysctls(config.conntrack)
         self._wake, self._stopping = threading.Event(), threading.Event()
-        self._thread: threads.SupervisedThread | None = None
+        self._thread = threads.SupervisedThread("host", self._run, STALL_TIMEOUT_S)
         self.error = LastError()
         """Why a setting of the node could not be read or repaired; replaced by the next round."""
 
     def start(self) -> None:
-        self._thread = threads.start("host", self._run, STALL_TIMEOUT_S)
+        self._thread.start()
 
     def stop(self) -> None:
         self._stopping.set()
         self._wake.set()
-        if self._thread is not None:
-            self._thread.stop()
+        self._thread.stop()
 
     def wake(self) -> None:
         """Lets the next round begin at once. Any thread may call."""

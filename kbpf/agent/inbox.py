@@ -7,6 +7,7 @@ read as one batch.
 
 import queue
 from dataclasses import dataclass
+from typing import Final
 
 from kbpf.model.events import Event
 
@@ -22,6 +23,7 @@ class Wake:
 
 
 Item = Event | Wake
+MAX_ITEMS: Final = 20_000
 
 
 class Inbox:
@@ -34,15 +36,15 @@ class Inbox:
         """Adds an item; never blocks."""
         self._queue.put(item)
 
-    def get_batch(self, timeout: float, max_items: int = 20_000) -> list[Item]:
+    def get_batch(self, timeout: float) -> list[Item]:
         """Waits up to `timeout` seconds for the first item and returns all that have arrived, at
-        most `max_items`; [] if none came.
+        most MAX_ITEMS; [] if none came.
         """
         try:
             items = [self._queue.get(timeout=max(0.0, timeout))]
         except queue.Empty:
             return []
-        while len(items) < max_items:
+        while len(items) < MAX_ITEMS:
             try:
                 items.append(self._queue.get_nowait())
             except queue.Empty:

@@ -12,18 +12,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kbpf.agent.applier import Applier
+from kbpf.agent.applier import Applier, Outcome, State
 from kbpf.agent.computer import ServiceComputer
 from kbpf.agent.host_thread import Listeners
 from kbpf.agent.problem_book import ProblemBook
 from kbpf.agent.recorder import Recorder
-from kbpf.agent.states import Outcome, State
 from kbpf.dataplane.base import DataPlane
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode
-from kbpf.model.desired import FrontendAddress, ServicePortKey
+from kbpf.model.desired import ServicePortKey
 from kbpf.model.events import REQUIRED_KINDS, Event
-from kbpf.policy.admission import ApiServerAddress
+from kbpf.policy.admission import NOT_IN_USE, ApiServerAddress, InUse
 from kbpf.policy.store import ChangeSet, ObjectStore
 from kbpf.source.base import Source
 
@@ -31,10 +30,6 @@ log = logging.getLogger("kbpf.agent")
 
 COMPUTE_BUDGET_S: Final = 0.0015
 """Changes are computed for this long before they are programmed and the inbox is read again."""
-
-
-PolicyInputs = tuple[tuple[ApiServerAddress, ...], frozenset[FrontendAddress], frozenset[FrontendAddress]]
-"""API servers, listeners and device listeners: see admission.ReservedAddresses."""
 
 
 @dataclass(slots=True)
@@ -69,7 +64,7 @@ class Reconciler:
         self.listeners = Listeners()
         self.node_addresses: tuple[Addr, ...] = ()
         self.api_servers: tuple[ApiServerAddress, ...] = ()
-        self._policy_inputs: PolicyInputs = ((), frozenset(), frozenset())  # as last used
+        self._in_use = NOT_IN_USE  # as last computed with
         self._pending = ChangeSet()
         self._dirty = DirtyKeys()
         self._skipped_large = False  # whether the last round left large Services out
@@ -114,9 +109,7 @@ class Reconciler:
             self._apply_first()
             return
         self._refresh_device_ports()
-        if (
-            self._pending or self._policy_inputs != self._read_policy_inputs()
-        ) and self.applier.seconds_until_due() <= 0:
+        if (self._pending or self._in_use != self._read_in_use()) and self.applier.seconds_until_due() <= 0:
             self._begin_update()
         computed_small = self.computer.compute_small(COMPUTE_BUDGET_S)
         if (self._dirty.all or not self._dirty) and self.applier.resync_due:
@@ -136,29 +129,27 @@ class Reconciler:
         """At once: the first apply removes what an earlier agent left, so it needs everything."""
         self._mark_changed(self._update_builder())
         self._refresh_device_ports()  # which are known only now
-        if self._policy_inputs != self._read_policy_inputs():
+        if self._in_use != self._read_in_use():
             self._mark_changed(self._update_builder())
         self._warn_about_missing_data()
         self._apply(None)
 
     def _update_builder(self) -> set[ServicePortKey]:
         touched = self._take_pending()
-        return self.computer.builder.update(
-            self.store, touched, self.node_addresses, self._config, *self._policy_inputs
-        )
+        return self.computer.builder.update(self.store, touched, self.node_addresses, self._config, self._in_use)
 
     def _refresh_device_ports(self) -> None:
         device_frontends = self.computer.builder.device_frontends
         self.listeners.refresh_device_ports(time.monotonic(), device_frontends)
 
-    def _read_policy_inputs(self) -> PolicyInputs:
-        return self.api_servers, self.listeners.ports, self.listeners.device_ports
+    def _read_in_use(self) -> InUse:
+        return InUse(self.api_servers, self.listeners.ports, self.listeners.device_ports)
 
     def _begin_update(self) -> None:
         builder = self.computer.builder
         now, node = time.monotonic(), builder.node_state
         touched = self._take_pending()
-        names = builder.begin_update(self.store, touched, self.node_addresses, self._config, *self._policy_inputs)
+        names = builder.begin_update(self.store, touched, self.node_addresses, self._config, self._in_use)
         self.computer.enqueue(names, now)
         self._warn_about_missing_data()
         # What belongs to the node does not wait for the Services in the queue.
@@ -167,7 +158,7 @@ class Reconciler:
 
     def _take_pending(self) -> ChangeSet:
         touched, self._pending = self._pending, ChangeSet()
-        self._policy_inputs = self._read_policy_inputs()
+        self._in_use = self._read_in_use()
         return touched
 
     def _advance_large(self) -> None:

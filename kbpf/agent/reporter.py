@@ -25,7 +25,6 @@ from kbpf.model.status import (
     MAX_PROBLEMS,
     AgentStatus,
     SourceView,
-    ThreadView,
     encode,
 )
 from kbpf.policy.frontends import node_port_problem
@@ -123,16 +122,7 @@ class Reporter:
             without_endpoints=self._recorder.without_endpoints,
             choice=plane.choice,
             faults=(*plane.faults, *self._verification_faults()),
-            threads=tuple(
-                ThreadView(
-                    thread.name,
-                    thread.alive,
-                    round(thread.idle, 1),
-                    thread.restarts,
-                    thread.problem,
-                )
-                for thread in threads.list_threads()
-            ),
+            threads=threads.list_threads(),
             disabled_features=self._disabled_features(),
             left_to_node=tuple(self._book.left_to_node.first(MAX_PROBLEMS)),
             address_refusals=len(self._book.not_served),

@@ -19,7 +19,6 @@ from kbpf.agent.problem_book import FailingBackendReporter
 from kbpf.dataplane.base import SharedAccess
 from kbpf.errors import LastError
 from kbpf.kernel.system import threads
-from kbpf.kernel.system.threads import SupervisedThread
 from kbpf.model.config import Config
 from kbpf.model.status import VerifiedPart
 
@@ -48,7 +47,7 @@ class SelfCheck:
         self._period, self._find_shared = config.verify_period, find_shared
         self._reporter, self._on_failure = reporter, on_failure
         self._stop = threading.Event()
-        self._thread: SupervisedThread | None = None
+        self._thread = threads.SupervisedThread("self-check", self._run, STALL_TIMEOUT_S)
         self._error = LastError()
         self._failed_before = self._all_failed_before = False
         self.connections: VerifiedPart | None = None
@@ -61,12 +60,11 @@ class SelfCheck:
         self.failing_backends: int | None = None
 
     def start(self) -> None:
-        self._thread = threads.start("self-check", self._run, STALL_TIMEOUT_S)
+        self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()
-        if self._thread is not None:
-            self._thread.stop()
+        self._thread.stop()
 
     def _run(self) -> None:
         probe_due = time.monotonic() + RETRY_INTERVAL_S  # the first apply is under way

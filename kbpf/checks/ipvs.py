@@ -19,11 +19,12 @@ from kbpf.dataplane.ipvs import ruleset
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import probe
 from kbpf.kernel.net import dummy, ipvs
-from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, IpvsRequest, VirtualServiceKey, VirtualServiceSettings
+from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, IpvsRequest, VirtualServiceSettings
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import modules, sandbox
 from kbpf.model.address import parse_addr
+from kbpf.model.desired import VirtualService
 
 SYS_CLASS_NET: Final = Path("/sys/class/net")
 BRIDGE_NF_CALL_IPTABLES: Final = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
@@ -138,11 +139,11 @@ def _try_device() -> int:
 
 def _try_service(scheduler: str) -> int:
     """Runs in a temporary network namespace."""
-    service = VirtualServiceKey(socket.IPPROTO_TCP, parse_addr("192.0.2.1"), 80)
+    service = VirtualService(socket.IPPROTO_TCP, parse_addr("192.0.2.1"), 80)
     try:
         with closing(IpvsClient()) as client:
             codes = client.try_apply(
-                [IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, service, VirtualServiceSettings(scheduler))]
+                [IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, service, settings=VirtualServiceSettings(scheduler))]
             )
     except KernelError as error:
         return error.errno

@@ -11,7 +11,6 @@ from typing import Final
 
 from kbpf.checks.row import Check, CheckRow, make_row
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
 from kbpf.dataplane.bpf.programs import foreign, hook_probe, unpinned
 from kbpf.dataplane.bpf.programs.hook_probe import ORDER_HINT, Point, ProbeOutcome
@@ -137,10 +136,7 @@ def _probe_devices(inspection: Inspection) -> Iterator[ProbeOutcome]:
     host = [ifindex for ifindex, choice in decide_roles(devices).items() if choice.role is DeviceRole.HOST]
     pins = pinning.Pins(Path(inspection.location))
     targets = _select_targets(inspection)
-    with (
-        unpinned.open_attacher(pins) as kernel,
-        pinning.open_map(pins.maps / "fragments", MAPS["fragments"]) as fragments,
-    ):
+    with unpinned.open_attacher(pins) as kernel, pins.open_map("fragments") as fragments:
         points = hook_probe.list_points(kernel, devices)
         names = _read_names(points)
         for point in hook_probe.select_representative(points, names, host):

@@ -14,8 +14,7 @@ from kbpf.checks.row import Check, CheckRow, make_row, sum_up
 from kbpf.dataplane import node
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.inspect import snapshot
-from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import MAPS, NODE, U32, NodeFlag
+from kbpf.dataplane.bpf.maps.layout import NODE, U32, NodeFlag
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
 from kbpf.errors import KernelError, NotFoundError
@@ -145,8 +144,7 @@ def read_settings(pin_dir: Path) -> PacketSettings:
     """
     default = Config()
     try:
-        path = snapshot.find_pins(pin_dir).maps / "node"
-        with pinning.open_map(path, MAPS["node"]) as node_map:
+        with snapshot.find_pins(pin_dir).open_map("node") as node_map:
             raw = node_map.lookup(U32.pack(0)) or bytes(NODE.size)
     except (KernelError, NotFoundError):
         raw = bytes(NODE.size)

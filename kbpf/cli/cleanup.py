@@ -296,7 +296,7 @@ def remove_ipvs(config: Config, dry_run: bool = False) -> Iterator[RemovedItem]:
     fd = -1 if dry_run else _lock(folder)
     try:
         kube_proxy = bool(dummy.get_ifindex_or_zero(conntrack_keepalive.KUBE_PROXY_DEVICE))
-        kube_proxy_runs = kube_proxy and detect.is_kube_proxy_running(detect.detect())
+        kube_proxy_runs = kube_proxy and bool(detect.where_it_runs(detect.detect()))
         descriptions = ipvs_cleanup.remove(config, kube_proxy_runs=kube_proxy_runs, dry_run=dry_run)
     finally:
         if fd >= 0:

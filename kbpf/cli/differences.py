@@ -17,6 +17,7 @@ from kbpf.model.desired import (
     EVEN_SPREAD,
     Backend,
     BackendSet,
+    DesiredState,
     Frontend,
     FrontendKind,
     ServicePortKey,
@@ -25,7 +26,7 @@ from kbpf.model.desired import (
 )
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import EndpointSlice, Node, Pod, Service
-from kbpf.policy.compute import DesiredStateBuilder, NodeState, explain_port
+from kbpf.policy.compute import DesiredStateBuilder, explain_port
 from kbpf.policy.endpoints import EndpointExplanation
 from kbpf.policy.spread import compute_slots, fits_table
 from kbpf.policy.store import ChangeSet, ObjectStore
@@ -287,7 +288,7 @@ def _compare_settings(
             yield make_row(key, "setting", name, before=old_value, after=value)
 
 
-def _compare_node_states(old: NodeState, new: NodeState) -> Iterator[DifferenceRow]:
+def _compare_node_states(old: DesiredState, new: DesiredState) -> Iterator[DifferenceRow]:
     rows = (
         ("NodePort addresses", *(_format_addresses(s.node_addresses) for s in (old, new))),
         ("SNAT addresses", *(_format_addresses(s.masquerade_addresses) for s in (old, new))),

@@ -34,6 +34,7 @@ from kbpf.model.desired import FrontendAddress, ServicePortKey
 from kbpf.model.events import Event, ObjectKey, Rejected
 from kbpf.model.fairness import take_turns
 from kbpf.model.inspection import Difference, DifferenceKind, Finding, HookEntry, Inspection, Part, Verification
+from kbpf.policy.admission import InUse
 from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.store import ObjectStore
 from kbpf.source.base import Source, wait_until_listed
@@ -131,9 +132,8 @@ class Verifier:
         touched.all_services = touched.all_services or inputs[0] != (self._inputs or inputs)[0]
         for _ in range(2):  # the frontends that devices have are known only after the first
             ports = self._select_device_ports(listeners)
-            changed = self._builder.update(
-                self._store, touched, inputs[0], self._config, self._api_servers, listeners, ports
-            )
+            in_use = InUse(self._api_servers, listeners, ports)
+            changed = self._builder.update(self._store, touched, inputs[0], self._config, in_use)
             now = time.monotonic()
             self._changed_at |= dict.fromkeys(changed, now)
             if self._select_device_ports(listeners) == ports:

@@ -22,7 +22,7 @@ from kbpf.model.status import ModeChoice, PacketStatus
 class Report:
     """What one apply() did, and what it could not do.
 
-    - `writes`: number of writes by map or table; `syscalls`: number of system calls.
+    - `writes`: number of writes by map or table.
     - `refused`: Service ports that are not programmed as desired, with the reason. They keep what
       they had and are retried.
     - `degraded`: Service ports that are served but spread evenly, instead of as their annotations
@@ -37,7 +37,6 @@ class Report:
     """
 
     writes: Mapping[str, int] = field(default_factory=dict)
-    syscalls: int = 0
     refused: Mapping[ServicePortKey, str] = field(default_factory=dict)
     degraded: Mapping[ServicePortKey, str] = field(default_factory=dict)
     examined: Collection[ServicePortKey] | None = None

@@ -41,7 +41,7 @@ def read_node_addresses() -> NodeAddresses:
 
 def reconcile_forward_rules(mark: int, listing: Iterable[forward_rules.Json] | None = None) -> None:
     """Accepts packets with this mark, and the last connections of a kube-proxy, in the FORWARD
-    chains that need it. `listing`: see forward_rules.list_chains().
+    chains that need it. `listing`: see nft.list_chains().
     """
     chains = forward_rules.list_forward_chains(listing)
     for chain in chains:
@@ -70,7 +70,7 @@ class KeepalivePoll:
 
 def forward_warnings(mark: int, listing: Iterable[forward_rules.Json] | None = None) -> tuple[str, ...]:
     """Warnings about rules that drop masqueraded packets in FORWARD. Rules that cannot be read are
-    skipped. `listing`: see forward_rules.list_chains().
+    skipped. `listing`: see nft.list_chains().
     """
     advice = f"let packets with mark {mark:#x} pass there"
     lines = _legacy_table_warnings("FORWARD", advice)
@@ -129,7 +129,7 @@ def early_drop_warnings(early: pre_dnat_rules.EarlyChains) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def input_warnings(table: str, listing: Iterable[forward_rules.Json] | None = None) -> tuple[str, ...]:
+def input_warnings(table: str, listing: Iterable[forward_rules.Json]) -> tuple[str, ...]:
     """Warnings about rules in INPUT that drop packets on their way to IPVS, except our own."""
     advice = "let in what is sent to addresses and NodePorts of Services, which IPVS gets by INPUT"
     lines = _legacy_table_warnings("INPUT", advice)

@@ -30,6 +30,7 @@ V4_PREFIX: Final = bytes(10) + b"\xff\xff"
 ANY4: Final = Addr(V4_PREFIX + bytes(4))
 ANY6: Final = Addr(bytes(16))
 """As the address of a NodePort frontend: every NodePort address of this family."""
+ANY: Final = {4: ANY4, 6: ANY6}
 LOOPBACK6: Final = Addr(bytes(15) + b"\x01")
 _LOOPBACK4: Final = V4_PREFIX + b"\x7f"
 
@@ -66,6 +67,18 @@ def format_addr(addr: Addr | bytes) -> str:
 def family_of(addr: Addr | bytes) -> int:
     """Returns 4 or 6."""
     return 4 if addr[:12] == V4_PREFIX else 6
+
+
+def to_wire(addr: Addr) -> bytes:
+    """The 4 or 16 bytes in a message of the kernel."""
+    return addr[12:] if family_of(addr) == 4 else addr
+
+
+def from_wire(raw: bytes) -> Addr | None:
+    """From such bytes; None if they are neither 4 nor 16."""
+    if len(raw) == 4:
+        return Addr(V4_PREFIX + raw)
+    return Addr(raw) if len(raw) == 16 else None
 
 
 def is_loopback(addr: Addr) -> bool:

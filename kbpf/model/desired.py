@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kbpf.model.address import ANY4, ANY6, Addr, format_endpoint
+from kbpf.model.address import ANY4, ANY6, Addr, family_of, format_endpoint
 from kbpf.model.objects import Algorithm, Cidr, EndpointSlice, Protocol, ServiceName
 
 
@@ -82,6 +82,39 @@ class Backend(msgspec.Struct, frozen=True, gc=False, order=True):
 
     def __str__(self) -> str:
         return format_endpoint(self.address, self.port)
+
+
+class RealServer(NamedTuple):
+    """A backend in mode ipvs, whose virtual service has the protocol."""
+
+    address: Addr
+    port: int
+
+    def __str__(self) -> str:
+        return format_endpoint(self.address, self.port)
+
+
+class VirtualService(NamedTuple):
+    """A virtual service of IPVS: of an address and port, or, if `fwmark` is not 0, of all packets
+    with that fwmark. Then `address` is the ANY address of the family, `port` is 0 and `protocol` is
+    TCP, which is what the kernel reports for such a service. Other programs' may have a protocol
+    that no Service has.
+    """
+
+    protocol: int
+    address: Addr
+    port: int
+    fwmark: int = 0
+
+    @property
+    def family(self) -> int:
+        """4 or 6."""
+        return family_of(self.address)
+
+    def __str__(self) -> str:
+        if self.fwmark:
+            return f"mark {self.fwmark:#x} IPv{self.family}"
+        return f"{format_endpoint(self.address, self.port)}/{self.protocol}"
 
 
 BackendSet = tuple[Backend, ...]

@@ -23,6 +23,14 @@ class Protocol(IntEnum):
     SCTP = 132
 
 
+_PROTOCOL_NAMES: Final = {int(protocol): protocol.name for protocol in Protocol}
+
+
+def protocol_name(number: int) -> str:
+    """``TCP``, ``UDP`` or ``SCTP``; the number of any other protocol."""
+    return _PROTOCOL_NAMES.get(number, str(number))
+
+
 class Algorithm(StrEnum):
     """How a backend is chosen from a set."""
 

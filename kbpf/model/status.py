@@ -27,7 +27,7 @@ class SourceView(msgspec.Struct, frozen=True):
 
 
 class ThreadView(msgspec.Struct, frozen=True):
-    """A thread of the agent. `idle_seconds`: since its last progress; some threads wait long.
+    """A thread of the agent. `idle_seconds`: since its last heartbeat; some threads wait long.
     `restarts`: how often its work failed and was started again. `problem`: why it counts as down,
     or "".
     """

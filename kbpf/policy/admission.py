@@ -18,12 +18,12 @@ Conflicts with another Service's NodePort are resolved by the claims in frontend
 depend on other Services.
 """
 
-from collections.abc import Callable, Collection, Iterable, Set
-from typing import Final
+from collections.abc import Collection, Iterable, Set
+from typing import Final, NamedTuple
 
 import msgspec
 
-from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, NodeAddresses, family_of, is_link_local6, parse_addr
+from kbpf.model.address import ANY, V4_PREFIX, Addr, NodeAddresses, family_of, is_link_local6, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import Frontend, FrontendAddress, FrontendKind
 from kbpf.model.objects import (
@@ -35,6 +35,7 @@ from kbpf.model.objects import (
     Service,
     ServicePort,
 )
+from kbpf.policy.store import ObjectStore
 
 RESERVED_NETWORKS: Final = tuple(map(Cidr.parse, ("0.0.0.0/8", "240.0.0.0/4", "::/96", "fec0::/10")))
 """No Service needs an ExternalIP in these: "this network" and reserved (RFC 1122, RFC 1112),
@@ -44,7 +45,6 @@ IPv4-compatible such as ::127.0.0.1 and site-local (RFC 4291).
 ApiServerAddress = tuple[Addr, int]
 """Address and port of an API server."""
 
-_ANY: Final = {4: ANY4, 6: ANY6}
 _LINK_LOCAL4: Final = V4_PREFIX + bytes((169, 254))
 METADATA_SERVICES: Final = frozenset(
     map(parse_addr, ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "168.63.129.16"))
@@ -52,6 +52,19 @@ METADATA_SERVICES: Final = frozenset(
 """Cloud metadata services that are not at a link-local address: Amazon's and Google's over IPv6,
 Alibaba's, and Azure's WireServer. 169.254.169.254 is link-local.
 """
+
+
+class InUse(NamedTuple):
+    """What is in use besides Services. `api_servers`: those that the agent connected to. For the
+    listeners see ReservedAddresses.
+    """
+
+    api_servers: Collection[ApiServerAddress] = ()
+    listeners: Collection[FrontendAddress] = frozenset()
+    device_listeners: Collection[FrontendAddress] = frozenset()
+
+
+NOT_IN_USE: Final = InUse()
 
 
 class ReservedAddresses(msgspec.Struct, frozen=True):
@@ -79,15 +92,11 @@ class ReservedAddresses(msgspec.Struct, frozen=True):
 def compute_reserved(
     node: Node,
     local_addresses: Collection[Addr],
-    api_servers: Iterable[ApiServerAddress],
-    listeners: Collection[FrontendAddress],
-    device_listeners: Collection[FrontendAddress],
+    in_use: InUse,
     api_slices: Iterable[EndpointSlice],
     config: Config,
 ) -> ReservedAddresses:
-    """Computes the reserved addresses. `api_servers`: those that the agent connected to.
-    `api_slices`: those of default/kubernetes.
-    """
+    """Computes the reserved addresses. `api_slices`: those of default/kubernetes."""
     endpoints = {
         (endpoint.address, port.port)
         for slice_ in api_slices
@@ -97,13 +106,13 @@ def compute_reserved(
     }
     local = local_addresses if isinstance(local_addresses, NodeAddresses) else NodeAddresses(local_addresses)
     return ReservedAddresses(
-        frozenset(endpoints | set(api_servers)),
+        frozenset(endpoints.union(in_use.api_servers)),
         frozenset(node.addresses),
         frozenset(node.addresses) | frozenset(local),
         local.subnet_ends,
         local.networks,
-        frozenset(listeners),
-        frozenset(device_listeners),
+        frozenset(in_use.listeners),
+        frozenset(in_use.device_listeners),
         node.pod_cidrs,
         config.external_ips,
     )
@@ -114,15 +123,10 @@ def refusal_reason(
     port: ServicePort,
     frontend: Frontend,
     reserved: ReservedAddresses,
-    has_pod: Callable[[Addr], bool],
-    has_node: Callable[[Addr], bool],
-    has_cluster_ip: Callable[[Addr], bool],
+    store: ObjectStore,
 ) -> str:
     """Returns why the Service may not have this ExternalIP or LoadBalancer address; "" if it may.
-
-    `has_pod`: whether a Pod behind any Service has the address. `has_node`: whether another Node
-    has it. `has_cluster_ip`: whether it is the ClusterIP of any Service; the Service's own
-    ClusterIPs are no ExternalIPs.
+    The Service's own ClusterIPs are no ExternalIPs.
     """
     address = frontend.at.address
     is_external = frontend.kind is FrontendKind.EXTERNAL_IP
@@ -131,7 +135,7 @@ def refusal_reason(
     if not reason and service.key != API_SERVER:
         reason = _unconditional_refusal(frontend, reserved)
     if not reason and is_external:
-        reason = _external_ip_refusal(address, reserved, is_listed, has_cluster_ip)
+        reason = _external_ip_refusal(address, reserved, is_listed, store)
     if reason:
         return reason
     is_local = address in reserved.local_addresses
@@ -140,10 +144,10 @@ def refusal_reason(
         if is_local or reason:
             return reason
     is_own_node_port = port.node_port == frontend.at.port
-    if is_external and not is_listed and has_node(address) and not is_own_node_port:
+    if is_external and not is_listed and store.has_node(address) and not is_own_node_port:
         return "it is an address of another node, which --external-ips does not list"
     in_pod_network = any(cidr.contains(address) for cidr in reserved.pod_networks)
-    if not is_listed and (in_pod_network or (is_external and has_pod(address))):
+    if not is_listed and (in_pod_network or (is_external and store.has_pod(address))):
         return "it is an address of a Pod, or in the network of this node's Pods"
     return ""
 
@@ -172,7 +176,7 @@ def is_listening(at: FrontendAddress, listeners: Set[FrontendAddress]) -> bool:
     """Whether one of the `listeners`, wildcards included, accepts what arrives at this address. One
     that accepts both families is listed as both.
     """
-    candidates = (at.address, _ANY[family_of(at.address)])
+    candidates = (at.address, ANY[family_of(at.address)])
     return any(at._replace(address=candidate) in listeners for candidate in candidates)
 
 
@@ -194,13 +198,8 @@ def _unconditional_refusal(frontend: Frontend, reserved: ReservedAddresses) -> s
     return ""
 
 
-def _external_ip_refusal(
-    address: Addr,
-    reserved: ReservedAddresses,
-    is_listed: bool,
-    has_cluster_ip: Callable[[Addr], bool],
-) -> str:
-    if has_cluster_ip(address):
+def _external_ip_refusal(address: Addr, reserved: ReservedAddresses, is_listed: bool, store: ObjectStore) -> str:
+    if store.has_cluster_ip(address):
         return "it is the ClusterIP of another Service"
     if address in reserved.subnet_ends:
         return "it is the network or broadcast address of a subnet of this node"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes what the kernel should do: a pure function of Services, slices, Node and config.
 
-compute_desired_state() computes it from all objects at once. DesiredStateBuilder updates it for
-what changed; the result is the same for any order and batching of events.
+DesiredStateBuilder updates it for what changed; the result is the same for any order and batching of
+events.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Generator, Iterator, Sequence, Set
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -16,9 +16,10 @@ from kbpf.model.address import Addr, family_of
 from kbpf.model.config import Config, MapSizes
 from kbpf.model.desired import DesiredState, Frontend, FrontendAddress, FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.events import Kind
-from kbpf.model.objects import API_SERVER, Cidr, EndpointSlice, Node, Pod, Service, ServiceName, ServicePort
+from kbpf.model.objects import API_SERVER, Cidr, EndpointSlice, Node, Service, ServiceName, ServicePort
 from kbpf.policy.admission import (
-    ApiServerAddress,
+    NOT_IN_USE,
+    InUse,
     ReservedAddresses,
     compute_reserved,
     find_device_frontends,
@@ -37,7 +38,7 @@ from kbpf.policy.frontends import (
     service_families,
     source_ranges,
 )
-from kbpf.policy.store import ChangeSet, ObjectStore, pod_addresses
+from kbpf.policy.store import ChangeSet, ObjectStore
 
 
 class AdmissionContext(NamedTuple):
@@ -46,9 +47,7 @@ class AdmissionContext(NamedTuple):
     """
 
     reserved: ReservedAddresses = ReservedAddresses()
-    has_pod: Callable[[Addr], bool] = lambda _: False
-    has_node: Callable[[Addr], bool] = lambda _: False
-    has_cluster_ip: Callable[[Addr], bool] = lambda _: False
+    store: ObjectStore = ObjectStore("")
     node_port_addresses: frozenset[Addr] = frozenset()
     node_port_ranges: tuple[Cidr, ...] = ()
 
@@ -179,9 +178,7 @@ def _admit(
     if not service.external_ips and not service.lb_vips:
         return requested, (), left_to_node
     reasons = [
-        refusal_reason(
-            service, port, frontend, context.reserved, context.has_pod, context.has_node, context.has_cluster_ip
-        )
+        refusal_reason(service, port, frontend, context.reserved, context.store)
         if frontend.kind in (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
         else ""
         for frontend in requested
@@ -215,82 +212,6 @@ def _mark_node_address(frontend: Frontend, node_port_addresses: Collection[Addr]
     return replace(frontend, at_node=True) if is_node_address else frontend
 
 
-def compute_desired_state(
-    services: Iterable[Service],
-    slices: Iterable[EndpointSlice],
-    node: Node,
-    local_addresses: Collection[Addr],
-    config: Config,
-    pods: Iterable[Pod] | None = (),
-    api_servers: Iterable[ApiServerAddress] = (),
-    listeners: Collection[FrontendAddress] = (),
-    other_nodes: Iterable[Node] = (),
-    device_listeners: Collection[FrontendAddress] = (),
-) -> DesiredState:
-    """Computes everything at once, with conflicts resolved. `pods` are the exempt ones; None: not
-    known. `api_servers`, `listeners` and `device_listeners`: see admission.ReservedAddresses.
-    """
-    services = tuple(services)
-    by_service: defaultdict[ServiceName, list[EndpointSlice]] = defaultdict(list)
-    pod_ips: set[Addr] = set()
-    for slice_ in slices:
-        by_service[slice_.service_name].append(slice_)
-        pod_ips |= pod_addresses(slice_)
-    node_ips = {address for other_node in other_nodes for address in other_node.addresses}
-    node_state = _compute_node_state(node, local_addresses, config, pods, node_ips)
-    api_slices = by_service.get(API_SERVER, ())
-    reserved_addresses = compute_reserved(
-        node, local_addresses, api_servers, listeners, device_listeners, api_slices, config
-    )
-    ranges = config.node_port_source_ranges
-    context = AdmissionContext(
-        reserved_addresses,
-        pod_ips.__contains__,
-        node_ips.__contains__,
-        {address for service in services for address in service.cluster_ips}.__contains__,
-        frozenset(node_state.node_addresses),
-        ranges,
-    )
-    claims = Claims()
-    states: list[ServiceState] = []
-    for service in services:
-        service_slices = by_service.get(service.key, ())
-        for state in compute_service_states(service, service_slices, node, config, context):
-            claims.update(state.key, service.creation_timestamp, (), state.frontends)
-            states.append(state)
-    # After the loop: any later Service may win an address of an earlier one.
-    resolved = {state.key: claims.resolve(state) for state in states}
-    return DesiredState(resolved, **node_state._asdict())
-
-
-class NodeState(NamedTuple):
-    """The fields of DesiredState that do not depend on Services, with the same names."""
-
-    node_addresses: tuple[Addr, ...] = ()
-    masquerade_addresses: tuple[Addr, ...] = ()
-    local_networks: tuple[Cidr, ...] = ()
-    exempt_pods: tuple[str, ...] = ()
-    exempt_pods_known: bool = False
-    other_node_addresses: Container[Addr] = ()
-
-
-def _compute_node_state(
-    node: Node,
-    local_addresses: Collection[Addr],
-    config: Config,
-    pods: Iterable[Pod] | None,
-    other_nodes: Container[Addr],
-) -> NodeState:
-    return NodeState(
-        node_port_addresses(node, local_addresses, config),
-        masquerade_addresses(node, local_addresses),
-        local_networks(node, config),
-        tuple(sorted(pod.uid for pod in pods or () if config.mesh_pods or not pod.mesh)),
-        pods is not None,
-        other_nodes,
-    )
-
-
 class DesiredStateBuilder:
     """The desired state, updated incrementally. Use it from one thread only."""
 
@@ -300,7 +221,8 @@ class DesiredStateBuilder:
         """States before they lost a frontend to another Service; only for those that did."""
         self._keys: dict[ServiceName, tuple[ServicePortKey, ...]] = {}
         self._claims = Claims()
-        self.node_state = NodeState()
+        self.node_state = DesiredState({}, exempt_pods_known=False)
+        """What does not depend on Services, without any."""
         self._context = AdmissionContext()
         self._external_ips: dict[ServiceName, tuple[Addr, ...]] = {}
         """Service with ExternalIPs or LoadBalancer addresses → its ExternalIPs."""
@@ -312,7 +234,7 @@ class DesiredStateBuilder:
     @property
     def state(self) -> DesiredState:
         """The complete state. It shares the live dict, which the next update() changes."""
-        return DesiredState(self._services, **self.node_state._asdict())
+        return replace(self.node_state, services=self._services)
 
     @property
     def reserved(self) -> ReservedAddresses:
@@ -324,25 +246,18 @@ class DesiredStateBuilder:
         """See admission.find_device_frontends(): a set for each Service."""
         return self._device_frontends.values()
 
-    def state_of(self, key: ServicePortKey) -> ServiceState | None:
-        return self._services.get(key)
-
     def update(
         self,
         store: ObjectStore,
         touched: ChangeSet,
         local_addresses: Collection[Addr],
         config: Config,
-        api_servers: Iterable[ApiServerAddress] = (),
-        listeners: Collection[FrontendAddress] = (),
-        device_listeners: Collection[FrontendAddress] = (),
+        in_use: InUse = NOT_IN_USE,
     ) -> set[ServicePortKey]:
-        """Updates the state; returns the keys that were added, changed or removed. `api_servers`
-        and the listeners: see admission.ReservedAddresses.
-
+        """Updates the state; returns the keys that were added, changed or removed.
         The cost is proportional to what changed, and to all Services if our Node changed.
         """
-        names = self.begin_update(store, touched, local_addresses, config, api_servers, listeners, device_listeners)
+        names = self.begin_update(store, touched, local_addresses, config, in_use)
         changed: set[ServicePortKey] = set()
         for name in names:
             for keys in self.update_service_in_steps(name, store, config):
@@ -355,19 +270,21 @@ class DesiredStateBuilder:
         touched: ChangeSet,
         local_addresses: Collection[Addr],
         config: Config,
-        api_servers: Iterable[ApiServerAddress] = (),
-        listeners: Collection[FrontendAddress] = (),
-        device_listeners: Collection[FrontendAddress] = (),
+        in_use: InUse = NOT_IN_USE,
     ) -> Set[ServiceName]:
         """Updates what does not depend on Services; returns the Services that must be computed
         again.
         """
-        node_state = _compute_node_state(store.node, local_addresses, config, store.pods, store.other_node_addresses)
-        self.node_state = node_state._replace(exempt_pods_known=Kind.POD in store.synced)
-        api_slices = store.slices(API_SERVER)
-        reserved_addresses = compute_reserved(
-            store.node, local_addresses, api_servers, listeners, device_listeners, api_slices, config
+        self.node_state = DesiredState(
+            {},
+            node_port_addresses(store.node, local_addresses, config),
+            masquerade_addresses(store.node, local_addresses),
+            local_networks(store.node, config),
+            tuple(sorted(pod.uid for pod in store.pods if config.mesh_pods or not pod.mesh)),
+            Kind.POD in store.synced,
+            store.other_node_addresses,
         )
+        reserved_addresses = compute_reserved(store.node, local_addresses, in_use, store.slices(API_SERVER), config)
         names: Set[ServiceName] = touched.services
         if touched.all_services:
             # `_keys` has those that were removed from the store.
@@ -378,14 +295,8 @@ class DesiredStateBuilder:
         # ExternalIPs that became or ceased to be addresses of Pods, other Nodes or Services.
         for address in touched.addresses & self._services_by_external_ip.keys():
             names = {*names, *self._services_by_external_ip[address]}
-        ranges = config.node_port_source_ranges
         self._context = AdmissionContext(
-            reserved_addresses,
-            store.has_pod,
-            store.has_node,
-            store.has_cluster_ip,
-            frozenset(self.node_state.node_addresses),
-            ranges,
+            reserved_addresses, store, frozenset(self.node_state.node_addresses), config.node_port_source_ranges
         )
         return names
 

@@ -125,20 +125,13 @@ class EndpointSelection(msgspec.Struct, frozen=True):
                     backend = Backend(endpoint.address, number, self.port.protocol)
                     # `is`: copies in other slices may be equal
                     is_effective = effective.get(backend) is endpoint
-                    membership = (
-                        is_effective and backend in cluster,
-                        is_effective and backend in local,
-                    )
-                    explanation = (
-                        self._explain_effective(endpoint, *membership)
-                        if is_effective
-                        else self._explain_omitted(number)
-                    )
-                    if is_effective and backend in self.zero_weight and not any(membership):
-                        explanation = (
-                            EndpointReason.WEIGHT_ZERO,
-                            "its weight is 0: no new connections",
-                        )
+                    membership = (is_effective and backend in cluster, is_effective and backend in local)
+                    if not is_effective:
+                        explanation = self._explain_omitted(number)
+                    elif backend in self.zero_weight and not any(membership):
+                        explanation = EndpointReason.WEIGHT_ZERO, "its weight is 0: no new connections"
+                    else:
+                        explanation = self._explain_effective(endpoint, *membership)
                     explanations.append(
                         EndpointExplanation(endpoint, slice_.name, number, *membership, *explanation, pod)
                     )

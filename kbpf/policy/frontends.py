@@ -20,13 +20,12 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from kbpf.model.address import ANY4, ANY6, LOOPBACK6, V4_PREFIX, Addr, family_of, is_link_local6, is_loopback
+from kbpf.model.address import ANY, LOOPBACK6, V4_PREFIX, Addr, family_of, is_link_local6, is_loopback
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import Frontend, FrontendAddress, FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.objects import Cidr, Node, Service, ServicePort
 
-_ANY: Final = {4: ANY4, 6: ANY6}
-_UNSPECIFIED: Final = frozenset((ANY4, ANY6))
+_UNSPECIFIED: Final = frozenset(ANY.values())
 """As a frontend's address they mean "NodePort", so no Service may list them."""
 _LOCALHOST4: Final = Addr(V4_PREFIX + bytes((127, 0, 0, 1)))
 
@@ -68,7 +67,7 @@ def compute_frontends(service: Service, port: ServicePort, family: int) -> tuple
         return ()
     result = [_make_frontend(cluster_ip, port, FrontendKind.CLUSTER_IP)]
     if port.node_port:
-        address = FrontendAddress(_ANY[family], port.node_port, port.protocol)
+        address = FrontendAddress(ANY[family], port.node_port, port.protocol)
         result.append(Frontend(address, FrontendKind.NODE_PORT))
     if service.external_ips or service.lb_vips:
         vips = _usable_addresses(service.lb_vips, family) - {cluster_ip}
@@ -256,7 +255,7 @@ class Claims:
 
 
 def _node_port_address(address: FrontendAddress) -> FrontendAddress:
-    return address._replace(address=_ANY[family_of(address.address)])
+    return address._replace(address=ANY[family_of(address.address)])
 
 
 def _make_frontend(addr: Addr, port: ServicePort, kind: FrontendKind, is_restricted: bool = False) -> Frontend:

@@ -129,7 +129,7 @@ def compute_slots(backends: Sequence[Backend], spread: Spread = EVEN_SPREAD) -> 
     return tuple(index for index, count in enumerate(_slot_counts(weights, len(backends))) for _ in range(count))
 
 
-def count_slots(backends: int, spread: Spread = EVEN_SPREAD) -> int:
+def count_slots(backends: int, spread: Spread) -> int:
     """Returns the length of compute_slots() without computing it."""
     size = maglev_table_size(backends, bool(spread.weights))
     if spread.algorithm is Algorithm.MAGLEV and size > backends:

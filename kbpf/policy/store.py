@@ -54,8 +54,8 @@ class ObjectStore:
 
     def __init__(self, node_name: str, bind_address: Addr | None = None) -> None:
         self._bind_addresses = (bind_address,) if bind_address else ()
-        self._node = Node(node_name, self._bind_addresses)
-        self._node_known = False
+        self.node = Node(node_name, self._bind_addresses)  # has only its name until the object is known
+        self.node_known = False  # whether an object for our Node has been received
         self._services: dict[ServiceName, Service] = {}
         self._cluster_ips = RefCounts[Addr]()  # of Services
         self._slices: dict[ObjectKey, EndpointSlice] = {}
@@ -68,21 +68,7 @@ class ObjectStore:
         self._rejected: dict[ObjectKey, str] = {}
         self._unusable_keys: set[ObjectKey] = set()  # the keys of _rejected, without Pods
         self._skipped: dict[ObjectKey, tuple[str, ...]] = {}
-        self._synced: frozenset[Kind] = frozenset()
-
-    @property
-    def node(self) -> Node:
-        """Our Node; it has only its name until the object is known."""
-        return self._node
-
-    @property
-    def node_known(self) -> bool:
-        """Whether an object for our Node has been received."""
-        return self._node_known
-
-    @property
-    def synced(self) -> frozenset[Kind]:
-        return self._synced
+        self.synced: frozenset[Kind] = frozenset()
 
     @property
     def all_usable(self) -> bool:
@@ -149,9 +135,9 @@ class ObjectStore:
         touched = ChangeSet()
         for event in events:
             if isinstance(event, Synced):
-                touched.pods |= event.kind is Kind.POD and Kind.POD not in self._synced
-                self._synced |= {event.kind}
-            elif event.key.kind is not Kind.NODE or event.key.name == self._node.name:
+                touched.pods |= event.kind is Kind.POD and Kind.POD not in self.synced
+                self.synced |= {event.kind}
+            elif event.key.kind is not Kind.NODE or event.key.name == self.node.name:
                 self._apply_event(event, touched)
             elif not isinstance(event, Rejected):
                 node = event.object if isinstance(event, Upsert) else None
@@ -186,7 +172,7 @@ class ObjectStore:
                     self._put_slice(key, obj, touched)
             case Kind.NODE:
                 assert obj is None or isinstance(obj, Node)
-                self._put_node(obj or replace(self._node, being_deleted=True), touched)
+                self._put_node(obj or replace(self.node, being_deleted=True), touched)
             case Kind.POD:
                 assert obj is None or isinstance(obj, Pod)
                 self._put_pod(key, obj, touched)
@@ -259,7 +245,7 @@ class ObjectStore:
         if self._bind_addresses:
             other_addresses = (address for address in new.addresses if address not in self._bind_addresses)
             new = replace(new, addresses=(*self._bind_addresses, *other_addresses))
-        old, self._node, self._node_known = self._node, new, True
+        old, self.node, self.node_known = self.node, new, True
         if _policy_fields(old) != _policy_fields(new):
             touched.all_services = True
 
@@ -270,7 +256,7 @@ class ObjectStore:
         touched.addresses |= self._node_addresses.replace(set(old), set(new))
 
     def _put_pod(self, key: ObjectKey, new: Pod | None, touched: ChangeSet) -> None:
-        if new is not None and new.node not in ("", self._node.name):
+        if new is not None and new.node not in ("", self.node.name):
             new = None
         if new == self._pods.get(key):
             return

@@ -30,11 +30,12 @@ from collections.abc import Collection, Iterable
 from contextlib import closing
 from typing import Any, Final
 
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos, KernelError
 from kbpf.kernel.net import dummy, ipvs
-from kbpf.kernel.net.ipvs import IpvsCommand, VirtualServiceKey
+from kbpf.kernel.net.ipvs import IpvsCommand
 from kbpf.kernel.netfilter import conntrack, forward_rules, named_objects, nft, xtables
 from kbpf.model.address import Addr, family_of, format_addr, parse_addr
+from kbpf.model.desired import VirtualService
 from kbpf.model.objects import Protocol
 
 TABLE: Final = "kbpf-keepalive"
@@ -111,11 +112,8 @@ def remove_unneeded(force: bool = False) -> tuple[str, ...]:
     services that have no connections left; all of them with `force`. Returns the families of the
     removed tables.
     """
-    try:
+    with IgnoredErrnos(errno.ENOENT):
         return _remove_unneeded_once(force)
-    except KernelError as error:
-        if error.errno != errno.ENOENT:
-            raise
     # The agent and `kbpf cleanup` may remove a table at the same time. The kernel refuses the
     # second transaction as a whole; this time what is gone is not listed.
     return _remove_unneeded_once(force)
@@ -157,11 +155,8 @@ def reconcile_forward_rules(chains: Iterable[forward_rules.BaseChain]) -> tuple[
         chain = next(filter(_is_wrong, chains), None)
         if chain is None:
             continue
-        try:
+        with IgnoredErrnos(errno.ERESTART, errno.ENOENT):
             actions.append(_repair(chain, generation))
-        except KernelError as error:
-            if error.errno not in (errno.ERESTART, errno.ENOENT):
-                raise
     raise KernelError("other programs keep changing the ruleset", "nf_tables", "", errno.ERESTART)
 
 
@@ -202,12 +197,12 @@ def _rule_deletions(families: Collection[str]) -> list[forward_rules.Json]:
 # ---- virtual services of IPVS --------------------------------------------------------------------
 
 
-def family_name(service: VirtualServiceKey) -> str:
+def family_name(service: VirtualService) -> str:
     """ "ip" or "ip6"."""
     return _FAMILY_NAMES[family_of(service.address)]
 
 
-def keep_services(services: Collection[VirtualServiceKey], addresses: Collection[Addr]) -> None:
+def keep_services(services: Collection[VirtualService], addresses: Collection[Addr]) -> None:
     """Records these virtual services as kept and adds their addresses to DEVICE. Their creator may
     then remove its own device.
     """
@@ -218,13 +213,13 @@ def keep_services(services: Collection[VirtualServiceKey], addresses: Collection
         raise error
 
 
-def quiesce(client: ipvs.IpvsClient, services: Iterable[VirtualServiceKey]) -> None:
+def quiesce(client: ipvs.IpvsClient, services: Iterable[VirtualService]) -> None:
     """Sets all weights of these virtual services to 0: existing connections continue, new ones are
     not accepted.
     """
     client.apply(
         [
-            ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, service, server=entry.server)
+            ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, service, entry.server)
             for service in services
             for entry in client.list_servers(service)
             if entry.weight
@@ -233,7 +228,7 @@ def quiesce(client: ipvs.IpvsClient, services: Iterable[VirtualServiceKey]) -> N
     )
 
 
-def list_kept_services(families: Iterable[str]) -> tuple[VirtualServiceKey, ...]:
+def list_kept_services(families: Iterable[str]) -> tuple[VirtualService, ...]:
     """The kept virtual services of these families; a family without the table has none."""
     elements = (element for family in families for element in _list_elements(family))
     return tuple(sorted(map(_parse_element, elements)))
@@ -241,13 +236,10 @@ def list_kept_services(families: Iterable[str]) -> tuple[VirtualServiceKey, ...]
 
 def _list_elements(family: str) -> list[forward_rules.Json]:
     listing = {"list": {"table": {"family": family, "name": TABLE}}}
-    try:
+    with IgnoredErrnos(errno.ENOENT):
         sets = [item.get("set", {}) for item in forward_rules.run_transaction(listing)]
-    except KernelError as error:
-        if error.errno == errno.ENOENT:
-            return []
-        raise
-    return [e for set_ in sets if set_.get("name") == VIRTUAL_SERVICE_SET for e in set_.get("elem", ())]
+        return [e for set_ in sets if set_.get("name") == VIRTUAL_SERVICE_SET for e in set_.get("elem", ())]
+    return []
 
 
 def count_connections() -> int:
@@ -259,7 +251,7 @@ def count_connections() -> int:
         return sum(client.count_connections(service) for service in services)
 
 
-def _remove_idle_services(families: Collection[str], force: bool) -> tuple[VirtualServiceKey, ...]:
+def _remove_idle_services(families: Collection[str], force: bool) -> tuple[VirtualService, ...]:
     """Deletes kept virtual services without connections and returns those that remain.
 
     If kube-proxy came back and uses some of them again (a nonzero weight), these are its own and
@@ -300,11 +292,11 @@ def _remove_idle_services(families: Collection[str], force: bool) -> tuple[Virtu
     return busy_services
 
 
-def _accepts_connections(client: ipvs.IpvsClient, service: VirtualServiceKey) -> bool:
+def _accepts_connections(client: ipvs.IpvsClient, service: VirtualService) -> bool:
     return any(entry.weight for entry in client.list_servers(service))
 
 
-def _element_commands(verb: str, services: Iterable[VirtualServiceKey]) -> list[forward_rules.Json]:
+def _element_commands(verb: str, services: Iterable[VirtualService]) -> list[forward_rules.Json]:
     """Returns commands that "add" virtual services to their sets, or "delete" them."""
     by_family: dict[str, list[Any]] = {}
     for service in sorted(services):
@@ -325,7 +317,7 @@ def _element_commands(verb: str, services: Iterable[VirtualServiceKey]) -> list[
     ]
 
 
-def _parse_element(element: forward_rules.Json) -> VirtualServiceKey:
+def _parse_element(element: forward_rules.Json) -> VirtualService:
     protocol_name, address, port = element["concat"]
     protocol = Protocol(protocol_name) if isinstance(protocol_name, int) else Protocol[str(protocol_name).upper()]
-    return VirtualServiceKey(protocol, parse_addr(str(address)), int(port))
+    return VirtualService(protocol, parse_addr(str(address)), int(port))

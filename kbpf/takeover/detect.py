@@ -15,7 +15,6 @@ import http.client
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,8 +24,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
+from kbpf.kernel.net.addresses import parse_proc_address
 from kbpf.kernel.system import process
-from kbpf.model.address import V4_PREFIX, Addr, format_addr
+from kbpf.model.address import format_addr
 from kbpf.takeover import kube_proxy_cleanup as cleanup
 
 KUBE_PROXY_PORTS: Final = (10249, 10256)
@@ -63,20 +63,12 @@ def require_no_kube_proxy() -> None:
         raise error
 
 
-def is_kube_proxy_running(detection: Detection) -> bool:
-    """Whether a kube-proxy certainly runs here."""
-    return bool(detection.pids) or Responder.KUBE_PROXY in detection.responders.values()
-
-
 def removal_error(detection: Detection) -> KernelError | None:
     """Returns the reason why kube-proxy's rules must not be removed, or None."""
     message = "nothing removed: kube-proxy is running on this node"
     hint = "stop it first, or use --force"
-    if detection.pids:
-        return KernelError(message, f"pid {detection.pids[0]}", hint)
-    for listener, responder in detection.responders.items():
-        if responder is Responder.KUBE_PROXY:
-            return KernelError(message, f"it answers on {listener}", hint)
+    if where := where_it_runs(detection):
+        return KernelError(message, where, hint)
     if detection.sees_all or Responder.KBPF in detection.responders.values():
         return None
     return KernelError(
@@ -138,14 +130,7 @@ def parse_listeners(lines: Iterator[str], ports: Collection[int]) -> Iterator[tu
             return
         address, _, port = endpoint.partition(":")
         if int(port, 16) in ports:
-            yield _parse_address(address), int(port, 16)
-
-
-def _parse_address(text: str) -> str:
-    # Each group of eight digits is a 32-bit word in host byte order.
-    chunks = (int(text[offset : offset + 8], 16) for offset in range(0, len(text), 8))
-    raw = b"".join(chunk.to_bytes(4, sys.byteorder) for chunk in chunks)
-    return format_addr(Addr(V4_PREFIX + raw if len(raw) == 4 else raw))
+            yield format_addr(parse_proc_address(address)), int(port, 16)
 
 
 ProbeAnswer = tuple[int, bytes] | None
@@ -155,39 +140,28 @@ def identify_responder(get: Callable[[str], ProbeAnswer]) -> Responder:
     """Queries a server and returns which program it is. `get`: path → (status, body), or None
     without an answer.
     """
-    for path, recognize in PROBES:
-        answer = get(path)
-        if answer is None:
-            return Responder.UNKNOWN
-        if (responder := recognize(*answer)) is not None:
-            return responder
-    return Responder.UNKNOWN
+    # First, since kbpf answers the other two as well.
+    if (answer := get("/readyz")) is None:
+        return Responder.UNKNOWN
+    if answer[1].startswith(b"kbpf "):
+        return Responder.KBPF
+    if (answer := get("/proxyMode")) is None:
+        return Responder.UNKNOWN
+    status, body = answer
+    if status == 200 and body.strip() in KUBE_PROXY_MODES:
+        return Responder.KUBE_PROXY
+    if (answer := get("/healthz")) is None:
+        return Responder.UNKNOWN
+    return Responder.KUBE_PROXY if _is_healthz_of_kube_proxy(answer[1]) else Responder.UNKNOWN
 
 
-def _recognize_kbpf(_: int, body: bytes) -> Responder | None:
-    return Responder.KBPF if body.startswith(b"kbpf ") else None
-
-
-def _recognize_proxy_mode(status: int, body: bytes) -> Responder | None:
-    return Responder.KUBE_PROXY if status == 200 and body.strip() in KUBE_PROXY_MODES else None
-
-
-def _recognize_healthz(_: int, body: bytes) -> Responder | None:
+def _is_healthz_of_kube_proxy(body: bytes) -> bool:
     try:
         document = json.loads(body)
     except ValueError:
-        return None
+        return False
     # Both fields are in every reply of kube-proxy's pkg/proxy/healthcheck.
-    is_kube_proxy = isinstance(document, dict) and {"lastUpdated", "currentTime"} <= document.keys()
-    return Responder.KUBE_PROXY if is_kube_proxy else None
-
-
-# /readyz first, since kbpf answers the other two as well.
-PROBES: Final = (
-    ("/readyz", _recognize_kbpf),
-    ("/proxyMode", _recognize_proxy_mode),
-    ("/healthz", _recognize_healthz),
-)
+    return isinstance(document, dict) and {"lastUpdated", "currentTime"} <= document.keys()
 
 
 def http_get(host: str, port: int, path: str) -> ProbeAnswer:
@@ -238,19 +212,20 @@ def find_kube_proxy() -> KubeProxyState:
     """Looks for its process, its ports and its rules. May take seconds if a port does not answer,
     and reads all rules.
     """
-    running = _where_it_runs(detect())
+    running = where_it_runs(detect())
     try:
         return KubeProxyState(running, cleanup.has_rules())
     except KernelError as error:
         return KubeProxyState(running, unreadable=str(error))
 
 
-def _where_it_runs(detection: Detection) -> str:
+def where_it_runs(detection: Detection) -> str:
+    """Where a kube-proxy certainly runs; "" if none does."""
     if detection.pids:
         return f"pid {detection.pids[0]}"
     return next(
         (
-            f"answers on {listener}"
+            f"it answers on {listener}"
             for listener, responder in detection.responders.items()
             if responder is Responder.KUBE_PROXY
         ),

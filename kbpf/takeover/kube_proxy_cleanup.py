@@ -27,6 +27,7 @@ from kbpf.kernel.netfilter import conntrack, forward_rules, iptables_legacy, nam
 from kbpf.kernel.netfilter.forward_rules import Json
 from kbpf.model.address import Addr
 from kbpf.model.config import IPVS_DEVICE
+from kbpf.model.desired import VirtualService
 from kbpf.takeover import conntrack_keepalive
 
 NFT_TABLE: Final = "kube-proxy"
@@ -189,7 +190,7 @@ def _remove_nft(dry_run: bool = False, note: Note = str) -> Iterator[str]:
     if not forward_rules.probe_nf_tables().works:
         return
     chains: dict[tuple[str, str], list[str]] = {}
-    for chain in forward_rules.list_chains():
+    for chain in nft.list_chains():
         if chain["family"] in FAMILIES:
             chains.setdefault((chain["family"], chain["table"]), []).append(chain["name"])
     removals = {
@@ -310,7 +311,7 @@ def _commit_legacy_removal(family: str, script: str) -> None:
 
 
 def is_kube_proxy_service(
-    service: ipvs.VirtualServiceKey, addresses: frozenset[Addr], ports: frozenset[tuple[int, int]]
+    service: VirtualService, addresses: frozenset[Addr], ports: frozenset[tuple[int, int]]
 ) -> bool:
     """Whether kube-proxy created this virtual service: its address is in `addresses` (those on
     kube-ipvs0), or its (protocol, port) is a NodePort in `ports`. Virtual services of other
@@ -321,8 +322,8 @@ def is_kube_proxy_service(
 
 @contextlib.contextmanager
 def _ipvs_session(
-    own_services: Collection[ipvs.VirtualServiceKey] = (),
-) -> Iterator[tuple[ipvs.IpvsClient, list[ipvs.VirtualServiceKey]] | None]:
+    own_services: Collection[VirtualService] = (),
+) -> Iterator[tuple[ipvs.IpvsClient, list[VirtualService]] | None]:
     """An IPVS client and kube-proxy's virtual services, identified by the addresses on its device;
     None without that device or without IPVS.
 
@@ -358,9 +359,7 @@ def count_connections() -> int:
     return count + (conntrack_keepalive.count_connections() if forward_rules.probe_nf_tables().works else 0)
 
 
-def _retain_busy_services(
-    own_services: Collection[ipvs.VirtualServiceKey], dry_run: bool = False
-) -> list[ipvs.VirtualServiceKey]:
+def _retain_busy_services(own_services: Collection[VirtualService], dry_run: bool) -> list[VirtualService]:
     """Quiesces (unless `dry_run`) kube-proxy's virtual services that still have connections, and
     returns them; they stay until these connections end. Returns none without nf_tables, because the
     record of which ones were kept is a set in nf_tables.
@@ -380,8 +379,8 @@ def _retain_busy_services(
 
 
 def _remove_ipvs(
-    retained: Collection[ipvs.VirtualServiceKey],
-    own_services: Collection[ipvs.VirtualServiceKey] = (),
+    retained: Collection[VirtualService],
+    own_services: Collection[VirtualService] = (),
     dry_run: bool = False,
 ) -> Iterator[str]:
     """Deletes kube-proxy's virtual services except those in `retained`, then its device. The
@@ -400,7 +399,7 @@ def _remove_ipvs(
         yield f"device {KUBE_PROXY_DEVICE}"
 
 
-def _remove_sets(dry_run: bool = False) -> Iterator[str]:
+def _remove_sets(dry_run: bool) -> Iterator[str]:
     names = tuple(name for name in named_objects.list_sets() if IP_SET_NAME.fullmatch(name))
     # Sets can only be destroyed once no rule refers to them.
     destroyed = names if dry_run else named_objects.destroy_sets(names)
@@ -411,9 +410,7 @@ def _remove_sets(dry_run: bool = False) -> Iterator[str]:
 # ---- all of it -----------------------------------------------------------------------------------
 
 
-def remove(
-    own_services: Collection[ipvs.VirtualServiceKey] = (), dry_run: bool = False, note: Note = str
-) -> Iterator[str]:
+def remove(own_services: Collection[VirtualService] = (), dry_run: bool = False, note: Note = str) -> Iterator[str]:
     """Removes everything that kube-proxy left, and yields a line for each thing that was removed;
     with `dry_run` for each thing that would be. That leaves out the table of
     conntrack_keepalive.py, which is ours.
@@ -440,7 +437,7 @@ def has_rules() -> bool:
             chain["name"] == "KUBE-SERVICES"
             and chain["family"] in FAMILIES
             and is_kube_proxy_chain(chain["table"], chain["name"])
-            for chain in forward_rules.list_chains()
+            for chain in nft.list_chains()
         ):
             return True
     return any(

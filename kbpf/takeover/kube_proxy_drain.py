@@ -14,7 +14,6 @@ from kbpf.errors import KernelError
 from kbpf.kernel.bpf import tc
 from kbpf.kernel.net import dummy
 from kbpf.kernel.netfilter import forward_rules
-from kbpf.model.config import Config
 from kbpf.takeover import conntrack_keepalive
 from kbpf.takeover import kube_proxy_cleanup as cleanup
 from kbpf.takeover.previous import PreviousDataPlane
@@ -26,16 +25,12 @@ class KubeProxyDrain(PreviousDataPlane):
     name = "kube-proxy"
     connections = "connections still use kube-proxy's IPVS"
 
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self._packet_path = config.packet_path
-
     def claim(self) -> bool:
         """Whether to wait for a kube-proxy's connections: for those of its IPVS always; for those
         of its rules only if programs are not attached by TCX links, since attaching by other means
         may lose packets. (Their source ports are reserved: packet_path/snat_ports.py.)
         """
-        if not self._packet_path:
+        if not self._config.packet_path:
             return False
         with contextlib.suppress(KernelError):  # we do not wait for state that cannot be read
             return _has_ipvs_state() or (tc.probe_tcx().works is not True and cleanup.has_rules())

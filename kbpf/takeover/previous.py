@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar, Final
 
 from kbpf.errors import KbpfError, LastError
+from kbpf.model.config import Config
 
 log = logging.getLogger("kbpf.agent")
 
@@ -26,7 +27,8 @@ class PreviousDataPlane(ABC):
     poll_interval: ClassVar[float] = DRAIN_POLL_INTERVAL_S
     """Interval between two counts of the connections, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
+        self._config = config
         self._lock = -1
         self._due: float | None = None
         self._open_connections = 0

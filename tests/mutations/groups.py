@@ -135,9 +135,9 @@ EQUIVALENT = (
     ),
     Equivalent(
         "kbpf/source/decode/decode.py",
-        "if size <= LARGE_OBJECT_BYTES:",
-        "size <= LARGE_OBJECT_BYTES",
-        "(size < LARGE_OBJECT_BYTES)",
+        "with _LARGE_OBJECT_LOCK if size > LARGE_OBJECT_BYTES else nullcontext():",
+        "size > LARGE_OBJECT_BYTES",
+        "(size >= LARGE_OBJECT_BYTES)",
         "the same",
     ),
 )

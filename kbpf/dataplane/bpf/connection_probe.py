@@ -17,8 +17,7 @@ import socket
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import MAPS, U32, U32_PAIR, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.maps.layout import U32, U32_PAIR, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.state.contents import is_valid_entry, unpack_address, unpack_backend
 from kbpf.errors import KernelError
@@ -58,9 +57,9 @@ class ConnectionProber:
             return None
         try:
             with (
-                self._open("services") as services,
-                self._open("backend_slots") as slots,
-                self._open("backends") as backends,
+                self._pins.open_map("services") as services,
+                self._pins.open_map("backend_slots") as slots,
+                self._pins.open_map("backends") as backends,
             ):
                 lines = [self._connect(services, target) for target in self._select(services, slots, backends)]
         except KernelError:
@@ -71,16 +70,11 @@ class ConnectionProber:
             return None
         return ConnectionProbe(len(tried), tuple(filter(None, tried)))
 
-    def _open(self, name: str) -> Map:
-        return pinning.open_map(self._pins.maps / name, MAPS[name])
-
     def _select(self, services: Map, slots: Map, backends: Map) -> Iterator[_Target]:
         """The first suitable frontend of each family and protocol among the next entries."""
         keys, values, self._cursor = services.lookup_batch(self._cursor, PROBED_ENTRIES)
         chosen: set[tuple[int, Protocol]] = set()
-        for start in range(0, len(keys) // services.key_size):
-            key = keys[start * services.key_size : (start + 1) * services.key_size]
-            raw = values[start * services.value_size : (start + 1) * services.value_size]
+        for key, raw in services.split(keys, values):
             value = ServiceValue.unpack(raw)
             if not is_valid_entry("services", key, raw) or not _is_suitable(value):
                 continue

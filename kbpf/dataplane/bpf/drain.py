@@ -20,10 +20,10 @@ from kbpf.dataplane.bpf.maps.flow_entries import (
     is_original,
     is_port_reservation,
 )
-from kbpf.dataplane.bpf.maps.layout import MAPS, NODE, U32, NodeFlag, TcpState
+from kbpf.dataplane.bpf.maps.layout import NODE, U32, NodeFlag, TcpState
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import packet_path
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import mounts
 from kbpf.model.config import Config
@@ -39,19 +39,15 @@ class PreviousBpfPlane(PreviousDataPlane):
     poll_interval = 5.0
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
+        super().__init__(config)
         self._pins = Pins(config.pin_dir)
 
     def claim(self) -> bool:
-        try:
+        with kernel_errors("cannot read the pin folder", str(self._pins.root), "run as root"):
             has_pins = self._pins.links.is_dir() or self._pins.other_folders("maps", self._pins.root)
             # Without pins: an agent that could not load its programs.
             if not (has_pins or host.may_need_cleanup(self._pins)):
                 return False
-        except PermissionError as error:
-            raise KernelError(
-                "cannot read the pin folder", str(self._pins.root), "run as root", error.errno or 0
-            ) from error
         self._lock = pinning.lock_pins(self._pins)
         return True
 
@@ -95,15 +91,11 @@ class PreviousBpfPlane(PreviousDataPlane):
     @contextmanager
     def _open_map(self, name: str) -> Iterator[Map | None]:
         """None if the map does not exist, or if another version laid it out differently."""
-        path = self._pins.maps / name
-        if not path.exists():
+        if (self._pins.maps / name).exists():
+            with self._pins.open_map(name) as map_:
+                yield map_
+        else:
             yield None
-            return
-        map_ = pinning.open_map(path, MAPS[name])
-        try:
-            yield map_
-        finally:
-            map_.close()
 
     def _remove(self) -> None:
         """Removes everything except the rule in FORWARD, which all modes use."""

@@ -27,7 +27,7 @@ from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.layout import AGENT_SOCKETS, U32, U64
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
-from kbpf.kernel.system import pods
+from kbpf.kernel.system import mounts, pods
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -141,10 +141,13 @@ class Exemptions:
 
     def adopt(self) -> None:
         """Adopts the entries of the map, except those of deleted cgroups."""
-        self._written = {int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()}
+        self._written = self._read_ids()
         self._adopted = set(self._written)
         if self._adopted:
             self._adopted &= {folder.id for folder in walk(self._root, lambda _: True)}
+
+    def _read_ids(self) -> set[int]:
+        return {int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()}
 
     def set_pods(self, uids: Collection[str], pods_known: bool, now: float) -> None:
         """Sets the exempt pods. Unless `pods_known`, entries of an earlier agent stay exempt
@@ -208,14 +211,7 @@ class Exemptions:
 
     def _verify_folders(self, folders: dict[str, int]) -> dict[str, int]:
         """Those of a pod's folders (path → id) that still exist with the same id."""
-        current = {}
-        for path, cgroup_id in folders.items():
-            try:
-                if os.stat(self._hooked_cgroup / path).st_ino == cgroup_id:
-                    current[path] = cgroup_id
-            except OSError:
-                continue
-        return current
+        return {path: id_ for path, id_ in folders.items() if mounts.read_inode(self._hooked_cgroup / path) == id_}
 
     def _write(self, ids: set[int]) -> None:
         """Adds new cgroups before it deletes those that are no longer exempt."""
@@ -229,7 +225,7 @@ class Exemptions:
             self._problem = ""
         except KernelError as error:
             # a batch may have been written in part
-            self._written = {int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()}
+            self._written = self._read_ids()
             if not self._problem:
                 log.error("cannot update the exempt cgroups, retrying: %s", error)
             self._problem = f"some cgroups are not exempt yet: {error}"

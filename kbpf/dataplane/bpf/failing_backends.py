@@ -21,15 +21,13 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import COUNTS, EVENT, FAILURE, MAPS, SERVICE_NAME, U32, U32_PAIR
+from kbpf.dataplane.bpf.maps.layout import COUNTS, EVENT, FAILURE, U32, U32_PAIR, unpack_port_name
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.state.contents import unpack_backend
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import mounts, pods
-from kbpf.model.metrics import ConnectionStats, FailingBackend, PortName
-from kbpf.model.objects import Protocol
+from kbpf.model.metrics import ConnectionStats, FailingBackend
 from kbpf.model.reasons import Reason
 
 MIN_FAILURES: Final = 5
@@ -74,10 +72,10 @@ class FailingBackends:
         """See SharedAccess.find_failing_backends()."""
         try:
             with (
-                self._open("failures") as failures,
-                self._open("counts") as counts,
-                self._open("backends") as backends,
-                self._open("service_names") as names,
+                self._pins.open_map("failures") as failures,
+                self._pins.open_map("counts") as counts,
+                self._pins.open_map("backends") as backends,
+                self._pins.open_map("service_names") as names,
             ):
                 now = self._clock()
                 self._update(failures, counts, now)
@@ -90,7 +88,8 @@ class FailingBackends:
                     for pair in candidates
                     if (interval := self._intervals[pair])
                     and (raw := backends.lookup(U32.pack(pair[1])))
-                    and (name := _read_name(names, pair[0]))
+                    and (raw_name := names.lookup(U32.pack(pair[0])))
+                    and (name := unpack_port_name(raw_name))
                     and count_independent(clients[pair], name[0]) >= MIN_CLIENTS
                 )
         except KernelError:
@@ -103,9 +102,6 @@ class FailingBackends:
         cgroups = mounts.find_cgroups({id_ for pair in pairs for id_ in self._clients[pair]})
         names = dict.fromkeys(cgroups, "") | pods.name_pods(cgroups)
         return {pair: [(names[id_], n) for id_, n in self._clients[pair].items() if id_ in names] for pair in pairs}
-
-    def _open(self, name: str) -> Map:
-        return pinning.open_map(self._pins.maps / name, MAPS[name])
 
     def _update(self, failures: Map, counts: Map, now: float) -> None:
         """Replaces the intervals by those of the backends that have failed since the last call."""
@@ -157,12 +153,3 @@ def count_independent(failed: Iterable[tuple[str, int]], namespace: str) -> int:
 
 def _count_failed(totals: ConnectionStats) -> int:
     return totals.refused + totals.unanswered
-
-
-def _read_name(names: Map, service: int) -> PortName | None:
-    raw = names.lookup(U32.pack(service))
-    if raw is None:
-        return None
-    *texts, protocol, _ = SERVICE_NAME.unpack(raw)
-    namespace, name, port = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
-    return namespace, name, port, Protocol(protocol).name

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane import node
-from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import DEVICE, MAPS, TARGET, DeviceFlag, Role, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.maps.layout import DEVICE, TARGET, DeviceFlag, Role, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.maps.pinning import HOST_FOLDER, Pins
 from kbpf.dataplane.bpf.packet_path import nat_table, snat_ports
 from kbpf.dataplane.bpf.packet_path.nat_table import NatTable
 from kbpf.dataplane.node import KeepalivePoll, forwarding_warnings, reconcile_forward_rules
-from kbpf.errors import KbpfError, KernelError
+from kbpf.errors import KbpfError, KernelError, kernel_errors
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.netfilter import forward_rules, iptables_legacy
 from kbpf.kernel.netfilter.pre_dnat_rules import EarlyChains
@@ -248,7 +247,7 @@ def read_external_ports(pins: Pins, in_conntrack: bool = False) -> frozenset[int
     external = ServiceFlag.NODE_PORT | ServiceFlag.EXTERNAL_IP | ServiceFlag.LOAD_BALANCER
     try:
         in_own_table = set(Protocol) if not in_conntrack or _has_bridges(pins) else {Protocol.SCTP}
-        with pinning.open_map(pins.maps / "services", MAPS["services"]) as services:
+        with pins.open_map("services") as services:
             return frozenset(
                 int.from_bytes(port, "big")
                 for key, raw in services.items()
@@ -261,7 +260,7 @@ def read_external_ports(pins: Pins, in_conntrack: bool = False) -> frozenset[int
 
 def _has_bridges(pins: Pins) -> bool:
     """Whether packets of other machines may arrive at a bridge where conntrack cannot translate."""
-    with pinning.open_map(pins.maps / "devices", MAPS["devices"]) as devices:
+    with pins.open_map("devices") as devices:
         return any(
             (bridge and role == Role.HOST) or DeviceFlag.SPANS in DeviceFlag(flags)
             for _, raw in devices.items()
@@ -332,17 +331,13 @@ class PortReservation:
 
     def _write_note(self, ports: frozenset[int]) -> None:
         names = {f"{low}-{high}" for low, high in sysctl.merge_ranges(ports)}
-        try:
+        with kernel_errors("cannot record which ports are reserved", str(self._folder), ""):
             self._folder.mkdir(exist_ok=True)
             for path in self._folder.iterdir():
                 if path.name not in names:
                     path.rmdir()
             for name in names:
                 (self._folder / name).mkdir(exist_ok=True)
-        except OSError as error:
-            raise KernelError(
-                "cannot record which ports are reserved", str(self._folder), "", error.errno or 0
-            ) from error
 
 
 def may_need_cleanup(pins: Pins) -> bool:

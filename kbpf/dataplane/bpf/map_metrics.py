@@ -18,7 +18,6 @@ from itertools import chain
 from operator import itemgetter
 from typing import Final
 
-from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.flow_entries import IDLE_TIMEOUT_NS, is_needed, is_open, unpack_columns
 from kbpf.dataplane.bpf.maps.layout import (
     CONFIG,
@@ -26,7 +25,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     MAPS,
     PEER,
     SELF_EVICTING_MAPS,
-    SERVICE_NAME,
     U32,
     U32_PAIR,
     UDP_FLOW,
@@ -35,6 +33,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     FlowDirection,
     Target,
     unpack_latencies,
+    unpack_port_name,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.programs.hook_config import counted_fields
@@ -58,7 +57,7 @@ from kbpf.model.metrics import (
     TableUsage,
     TrafficStats,
 )
-from kbpf.model.objects import Protocol, ServiceName
+from kbpf.model.objects import ServiceName
 from kbpf.model.reasons import Reason
 
 SOCKET_STORAGE_MAPS: Final = ("sock_peers", "udp_flows")
@@ -82,7 +81,6 @@ and all backends of a Service port whose namespace exceeds its share (account.h)
 BULK_READ_THRESHOLD: Final = 256
 """From this number on, names are read all at once."""
 
-_PROTOCOLS: Final = {int(protocol): protocol.name for protocol in Protocol}
 _NO_TOTALS: Final = ConnectionStats()
 IdPair = tuple[int, int]
 """Ids of a Service port and a backend."""
@@ -93,9 +91,8 @@ class MapCollector:
 
     def __init__(self, pins: Pins, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._pins, self._config, self._clock = pins, config, clock
-        self._ports: list[PortName] = []
-        self._index_by_name: dict[PortName, int] = {}  # index into `_ports`
-        self._index_by_id: dict[int, int] = {}  # the same by id; ids are not reused soon
+        self._names: dict[int, PortName] = {}  # by id; ids are not reused soon
+        self._shared_names: dict[PortName, PortName] = {}  # one object for both families
         self._entries: Mapping[str, int] = {}
         self._sweep_due = clock() + SWEEP_INTERVAL_S
         # Without ALL_BACKENDS: the first sweep also removes the merged entries of an earlier agent,
@@ -115,9 +112,12 @@ class MapCollector:
             if spec.map_type not in (uapi.BPF_MAP_TYPE_HASH, uapi.BPF_MAP_TYPE_LRU_HASH) and name != "reasons":
                 continue
             try:
-                with pinning.open_map(self._pins.maps / name, spec) as map_:
+                with self._pins.open_map(name) as map_:
                     if name == "reasons":
-                        decisions = tuple(_read_decision(map_, reason) for reason in Reason)
+                        decisions = tuple(
+                            ReasonCount(reason.name.lower(), reason.verdict, read_counter(map_, reason))
+                            for reason in Reason
+                        )
                         continue
                     max_entries = map_.max_entries
                     final_entries = max(max_entries, spec.max_entries(self._config.sizes))
@@ -149,7 +149,7 @@ class MapCollector:
             self._merge_over_share(sums.sizes)
         return TrafficStats(
             self._by_name(current.services) if lists_sockets else None,
-            tuple(self._totals_by_name(sums.services)),
+            tuple(self._totals_by_name(sums.services).items()),
             self._counted_fields(),
             self._with_addresses(selected, current.pairs if lists_sockets else None),
             self._read_latencies(sums.services),
@@ -158,7 +158,7 @@ class MapCollector:
 
     def _counted_fields(self) -> frozenset[str]:
         try:
-            with pinning.open_map(self._pins.maps / "config", MAPS["config"]) as config:
+            with self._pins.open_map("config") as config:
                 _, flags, _ = CONFIG.unpack(config.lookup(ZERO) or bytes(CONFIG.size))
         except KernelError:
             return frozenset()
@@ -169,7 +169,7 @@ class MapCollector:
         kernel does not list sockets.
         """
         try:
-            with pinning.open_map(self._pins.maps / name, MAPS[name]) as map_:
+            with self._pins.open_map(name) as map_:
                 for _ in add_map(map_):
                     pause()
         except KernelError:
@@ -177,18 +177,18 @@ class MapCollector:
         return True
 
     def _by_name(self, by_id: Mapping[int, int]) -> tuple[tuple[PortName, int], ...]:
-        index_by_id, totals = self._index_by_id, [0] * len(self._ports)
+        totals: Counter[PortName] = Counter()
         for service_id, count in by_id.items():
-            if service_id in index_by_id:
-                totals[index_by_id[service_id]] += count
-        return tuple(pair for pair in zip(self._ports, totals, strict=True) if pair[1])
+            if service_id in self._names:
+                totals[self._names[service_id]] += count
+        return tuple(totals.items())
 
-    def _totals_by_name(self, totals: Mapping[int, ConnectionStats]) -> Iterator[tuple[PortName, ConnectionStats]]:
-        sums: dict[int, ConnectionStats] = {}
+    def _totals_by_name(self, totals: Mapping[int, ConnectionStats]) -> dict[PortName, ConnectionStats]:
+        sums: dict[PortName, ConnectionStats] = {}
         for service_id, added in totals.items():
-            if (index := self._index_by_id.get(service_id)) is not None:
-                sums[index] = sums[index].plus(added) if index in sums else added
-        return ((self._ports[index], total) for index, total in sums.items())
+            if (name := self._names.get(service_id)) is not None:
+                sums[name] = sums[name].plus(added) if name in sums else added
+        return sums
 
     def _select_backends(self, limit: int, pause: Pause) -> list[tuple[IdPair, ConnectionStats]]:
         """The pairs of Service and backend that get series. There may be 131,072 pairs, so the
@@ -197,14 +197,14 @@ class MapCollector:
         selected: list[tuple[IdPair, ConnectionStats]] = []
 
         def namespace_of(pair: tuple[IdPair, ConnectionStats]) -> str:
-            return self._ports[self._index_by_id[pair[0][0]]][0]
+            return self._names[pair[0][0]][0]
 
         def add(map_: Map) -> Iterator[None]:
             for keys, values in map_.batches():
                 pairs = (
                     (ids, total)
-                    for ids, total in _unpack_counts(keys, values)
-                    if ids[1] not in (NO_BACKEND, REMOVED_BACKENDS, ALL_BACKENDS) and ids[0] in self._index_by_id
+                    for ids, total in unpack_counts(keys, values)
+                    if ids[1] not in (NO_BACKEND, REMOVED_BACKENDS, ALL_BACKENDS) and ids[0] in self._names
                 )
                 rows = sorted(chain(selected, pairs), key=lambda pair: (pair[1].rank(), pair[0]))
                 selected[:] = take_turns(rows, namespace_of)[:limit]
@@ -219,13 +219,13 @@ class MapCollector:
         """Stats by address, of those pairs whose backend still exists."""
         pairs: dict[tuple[PortName, str], BackendStats] = {}
         try:
-            with pinning.open_map(self._pins.maps / "backends", MAPS["backends"]) as backends:
+            with self._pins.open_map("backends") as backends:
                 for ids, total in selected:
                     raw = backends.lookup(U32.pack(ids[1]))
                     if raw is None:
                         continue
                     target = Target.unpack(raw)
-                    name = self._ports[self._index_by_id[ids[0]]]
+                    name = self._names[ids[0]]
                     endpoint = format_endpoint(target.address, target.port)
                     open_count = None if open_counts is None else open_counts.get(ids, 0)
                     pairs[name, endpoint] = BackendStats(name, endpoint, open_count, total)
@@ -237,14 +237,14 @@ class MapCollector:
         """The latencies of the Service ports that get series, both families together."""
         if self._config.accounting is not Accounting.FULL:
             return ()
-        stats = dict(self._totals_by_name(totals))
+        stats = self._totals_by_name(totals)
         ranked = sorted(stats, key=lambda name: stats[name].rank())
         names = set(take_turns(ranked, itemgetter(0))[:LATENCY_SERIES])
         found: dict[PortName, ServiceLatencies] = {}
         try:
-            with pinning.open_map(self._pins.maps / "latencies", MAPS["latencies"]) as latencies:
+            with self._pins.open_map("latencies") as latencies:
                 for key, raw in latencies.items():
-                    name = self._name_of(U32.unpack(key)[0])
+                    name = self._names.get(U32.unpack(key)[0])
                     if name is not None and name in names:
                         own = unpack_latencies(raw)
                         found[name] = found[name].plus(own) if name in found else own
@@ -258,8 +258,8 @@ class MapCollector:
         """
         try:
             with (
-                pinning.open_map(self._pins.maps / "counts", MAPS["counts"]) as counts,
-                pinning.open_map(self._pins.maps / "backends", MAPS["backends"]) as backends,
+                self._pins.open_map("counts") as counts,
+                self._pins.open_map("backends") as backends,
             ):
                 live_backends = {U32.unpack(key)[0] for key, _ in backends.items()}
                 live_backends |= self._kept_backends
@@ -268,7 +268,7 @@ class MapCollector:
                 removed_totals: dict[int, ConnectionStats] = {}
                 for key, raw in counts.items():
                     service, backend = U32_PAIR.unpack(key)
-                    if service not in self._index_by_id and service in counted_services:
+                    if service not in self._names and service in counted_services:
                         stale_keys.append(key)
                     elif backend not in live_backends and backends.lookup(U32.pack(backend)) is None:
                         stale_keys.append(key)
@@ -286,8 +286,8 @@ class MapCollector:
 
     def _sweep_latencies(self) -> None:
         with (
-            pinning.open_map(self._pins.maps / "latencies", MAPS["latencies"]) as latencies,
-            pinning.open_map(self._pins.maps / "service_names", MAPS["service_names"]) as names,
+            self._pins.open_map("latencies") as latencies,
+            self._pins.open_map("service_names") as names,
         ):
             for key in [key for key, _ in latencies.items() if names.lookup(key) is None]:
                 latencies.delete(key)
@@ -299,14 +299,14 @@ class MapCollector:
         ports = {
             service: (name[0], size)
             for service, size in sizes.items()
-            if (name := self._name_of(service)) and not is_system_service(ServiceName(*name[:2]), self._config)
+            if (name := self._names.get(service)) and not is_system_service(ServiceName(*name[:2]), self._config)
         }
         limit = MAPS["counts"].max_entries(self._config.sizes)
         merged_services = select_over_share(ports, sum(sizes.values()), limit)
         if not merged_services:
             return
         try:
-            with pinning.open_map(self._pins.maps / "counts", MAPS["counts"]) as counts:
+            with self._pins.open_map("counts") as counts:
                 entries: dict[int, list[tuple[bytes, bytes]]] = {service: [] for service in merged_services}
                 for key, raw in counts.items():
                     service, _ = U32_PAIR.unpack(key)
@@ -326,23 +326,17 @@ class MapCollector:
         except KernelError:
             return
 
-    def _name_of(self, service_id: int) -> PortName | None:
-        index = self._index_by_id.get(service_id)
-        return None if index is None else self._ports[index]
-
     def _read_names(self, service_ids: Set[int]) -> bool:
         """Reads the names of these ids; if many others are cached, drops those. Returns whether the
         names could be read: an id without a name then belongs to a removed Service.
         """
-        if len(self._index_by_id) > 2 * len(service_ids):
-            self._index_by_id, self._ports, self._index_by_name = {}, [], {}
-        unknown = {
-            U32.pack(service_id): service_id for service_id in service_ids if service_id not in self._index_by_id
-        }
+        if len(self._names) > 2 * len(service_ids):
+            self._names, self._shared_names = {}, {}
+        unknown = {U32.pack(service_id): service_id for service_id in service_ids if service_id not in self._names}
         if not unknown:
             return True
         try:
-            with pinning.open_map(self._pins.maps / "service_names", MAPS["service_names"]) as names:
+            with self._pins.open_map("service_names") as names:
                 entries: Iterable[tuple[bytes, bytes | None]]
                 if len(unknown) > BULK_READ_THRESHOLD:
                     entries = ((key, raw) for key, raw in names.items() if key in unknown)
@@ -350,20 +344,11 @@ class MapCollector:
                     entries = ((key, names.lookup(key)) for key in unknown)
                 for key, raw in entries:
                     if raw is not None:
-                        self._index_by_id[unknown[key]] = self._index_of(raw)
+                        name = unpack_port_name(raw)
+                        self._names[unknown[key]] = self._shared_names.setdefault(name, name)
         except KernelError:
             return False
         return True
-
-    def _index_of(self, raw: bytes) -> int:
-        """The index at which this struct service_name is counted; the same for both families."""
-        namespace, service, port, protocol, _ = SERVICE_NAME.unpack(raw)
-        texts = (text.rstrip(b"\0").decode(errors="replace") for text in (namespace, service, port))
-        name: PortName = (*texts, _PROTOCOLS.get(protocol, str(protocol)))
-        if name not in self._index_by_name:
-            self._index_by_name[name] = len(self._ports)
-            self._ports.append(name)
-        return self._index_by_name[name]
 
 
 class ConnectionCount:
@@ -410,7 +395,7 @@ class _TrafficSums:
         """Adds the contents of `counts`, one batch at a time."""
         services = self.services
         for keys, values in map_.batches():
-            for (service, _), total in _unpack_counts(keys, values):
+            for (service, _), total in unpack_counts(keys, values):
                 services[service] = services.get(service, _NO_TOTALS).plus(total)
                 self.sizes[service] += 1
                 self.entries += 1
@@ -445,7 +430,8 @@ def select_over_share(ports: Mapping[int, tuple[str, int]], entries: int, limit:
     return over_share
 
 
-def _unpack_counts(keys: bytes, values: bytes) -> Iterator[tuple[IdPair, ConnectionStats]]:
+def unpack_counts(keys: bytes, values: bytes) -> Iterator[tuple[IdPair, ConnectionStats]]:
+    """Entries of `counts`, back to back."""
     return zip(U32_PAIR.iter_unpack(keys), map(ConnectionStats._make, COUNTS.iter_unpack(values)), strict=True)
 
 
@@ -475,14 +461,6 @@ def _count_open_flows(values: bytes, now: int) -> tuple[list[int], list[int], in
     return ([service for service, _, _ in open_flows], [backend for _, backend, _ in open_flows], needed)
 
 
-def read_totals(map_: Map, totals: dict[IdPair, ConnectionStats]) -> Iterator[None]:
-    """Adds the contents of `counts`, one batch at a time."""
-    for keys, values in map_.batches():
-        totals.update(_unpack_counts(keys, values))
-        yield
-
-
-def _read_decision(map_: Map, reason: Reason) -> ReasonCount:
-    raw = map_.lookup(U32.pack(reason)) or b""  # one u64 for each possible CPU
-    count = sum(memoryview(raw).cast("Q"))
-    return ReasonCount(reason.name.lower(), reason.verdict, count)
+def read_counter(map_: Map, reason: Reason) -> int:
+    """How often programs gave this reason: `reasons` has a u64 for each possible CPU."""
+    return sum(memoryview(map_.lookup(U32.pack(reason)) or b"").cast("Q"))

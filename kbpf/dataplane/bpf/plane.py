@@ -99,7 +99,7 @@ class BpfPlane:
             self.shared.sockets.open(self._agent_maps.maps["agent_sockets"])
             self._attachments.load(cgroup, coexisting)
             self._udp_passes = udp.UdpPasses(self._agent_maps.maps, self._config.uses_conntrack)
-            self._udp_cutter = UdpCutter(self._agent_maps, self._udp_passes, self._config.uses_conntrack)
+            self._udp_cutter = UdpCutter(self._agent_maps, self._udp_passes)
             self._adopt()
         log.info("data plane opened mode=bpf pin_dir=%s cgroup=%s adopted=%s", self._config.pin_dir, cgroup, adopted)
 
@@ -171,10 +171,8 @@ class BpfPlane:
         self._names.update(changes, desired, is_complete=state.unclaimed is None)
         self._udp_cutter.forget()
         self._attachments.exemptions.set_pods(desired.exempt_pods, desired.exempt_pods_known, self._clock())
-        write_counts, calls = self._agent_maps.take_counts()
         return Report(
-            write_counts,
-            calls,
+            self._agent_maps.take_counts(),
             planner.refused,
             planner.evenly_spread,
             None if compare_all else frozenset(changes.keys() | keys),
@@ -232,8 +230,7 @@ class BpfPlane:
         due = (
             self._attachments.tick(now, not self._state.is_first_apply),
             self._state.grace_queue.due,
-            now if self._udp_passes.is_busy or self._affinity_shares.is_busy else None,
-            self._growth.due(now),
+            now if any(task.is_busy for task in (self._udp_passes, self._affinity_shares, self._growth)) else None,
             self._names.due(),
         )
         udp_cuts, self._udp_passes.results = tuple(self._udp_passes.results), []

@@ -16,9 +16,9 @@ from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.artifact import Artifact
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_sockets
 from kbpf.dataplane.bpf.programs.loader import ProgramSet
-from kbpf.errors import AttachError, KernelError, LastError
+from kbpf.errors import AttachError, KernelError, LastError, kernel_errors
 from kbpf.kernel.bpf.objects import Link, Map, Program
-from kbpf.kernel.system import netns
+from kbpf.kernel.system import mounts, netns
 from kbpf.model.config import Accounting, Config, SocketLb
 
 log = logging.getLogger("kbpf.dataplane")
@@ -38,8 +38,8 @@ class SocketPrograms(ProgramSet):
         pins: Pins,
         artifact: Artifact,
         cgroup: Path,
-        missing: frozenset[int] = frozenset(),
-        accounting: Accounting = Accounting.OFF,
+        missing: frozenset[int],
+        accounting: Accounting,
     ) -> None:
         super().__init__(pins, artifact, missing)
         self.cgroup = cgroup
@@ -95,11 +95,7 @@ class SocketPrograms(ProgramSet):
         """The hooks that should be attached, and whether each runs our program in the cgroup that
         has this path now. The cgroup may have been deleted and created again.
         """
-        try:
-            cgroup_id = self.cgroup.stat().st_ino
-        except OSError:
-            # matches no cgroup
-            cgroup_id = -1
+        cgroup_id = mounts.read_inode(self.cgroup)
         hook_names = [hook.name for hook in HOOKS if hook.is_wanted(self._accounting)]
         return {
             name: self._is_running(self._pins.links / name, program, cgroup_id)
@@ -175,15 +171,8 @@ class SocketPrograms(ProgramSet):
 
 def open_cgroup(path: Path) -> int:
     """Returns a descriptor of a cgroup v2 folder. Raises KernelError."""
-    try:
+    with kernel_errors("cannot open the cgroup", str(path), "name a folder of the cgroup v2 hierarchy with --cgroup"):
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise KernelError(
-            "cannot open the cgroup",
-            str(path),
-            "name a folder of the cgroup v2 hierarchy with --cgroup",
-            errno=error.errno or 0,
-        ) from error
 
 
 class SocketHooks:

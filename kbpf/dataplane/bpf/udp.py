@@ -12,7 +12,6 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, takewhile
 from typing import Final, cast
@@ -40,13 +39,13 @@ from kbpf.dataplane.bpf.maps.layout import (
     node_port_target,
     pack_target,
 )
+from kbpf.dataplane.bpf.state.plan import UdpTargets
 from kbpf.errors import KernelError, LastError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.net import sock_diag
 from kbpf.kernel.netfilter import conntrack
 from kbpf.kernel.system import netns
 from kbpf.model.address import Addr, family_of
-from kbpf.model.desired import Backend, FrontendAddress
 from kbpf.model.metrics import UdpCuts
 from kbpf.model.objects import Protocol
 
@@ -141,14 +140,10 @@ CutSteps = Generator[None, None, Counter[int]]
 
 
 def cut(
-    maps: dict[str, Map],
-    is_gone: IsGone,
-    count_flows: bool = True,
-    lost_frontends: Mapping[bytes, int] | None = None,
-    errors: LastError | None = None,
+    maps: dict[str, Map], is_gone: IsGone, lost_frontends: Mapping[bytes, int] | None, errors: LastError
 ) -> Counter[int]:
     """Runs cut_stepwise() to its end."""
-    steps = cut_stepwise(maps, is_gone, count_flows, lost_frontends, errors)
+    steps = cut_stepwise(maps, is_gone, True, lost_frontends, errors)
     while True:
         try:
             next(steps)
@@ -159,16 +154,15 @@ def cut(
 def cut_stepwise(
     maps: dict[str, Map],
     is_gone: IsGone,
-    count_flows: bool = True,
-    lost_frontends: Mapping[bytes, int] | None = None,
-    errors: LastError | None = None,
+    count_flows: bool,
+    lost_frontends: Mapping[bytes, int] | None,
+    errors: LastError,
 ) -> CutSteps:
     """Destroys sockets and deletes flows that use a stale backend or frontend. Returns their number
     by family. `count_flows`: also count flows of unconnected sockets. `lost_frontends`: see
     delete_stale_translations(); None if conntrack does not translate flows. `errors`: what was
     logged by the pass before, which is not logged again. A step examines STEP_ENTRIES entries.
     """
-    errors = errors or LastError()
     # An error here is raised, and the pass repeated. Those below are only logged: a kernel without
     # BTF cannot list the maps of sockets, and would fail each time.
     cut_counts = yield from _delete_packet_flows(maps["flows"], is_gone)
@@ -323,63 +317,44 @@ def _destroy_sockets(targets_by_socket: Mapping[int, Collection[Target]]) -> Cou
 PackedTargets = set[tuple[int, bytes]]
 
 
-def _pack_targets(
-    backends: Collection[tuple[int, Backend]], frontends: Collection[tuple[int, FrontendAddress]]
-) -> tuple[PackedTargets, PackedTargets]:
-    """Packs both as the maps hold them: service id and struct target."""
-    packed_backends = {
-        (service, pack_target(backend.address, backend.port, backend.protocol)) for service, backend in backends
+def _pack(targets: UdpTargets) -> tuple[PackedTargets, PackedTargets]:
+    """Backends and frontends as the maps hold them: service id and struct target."""
+    backends = {
+        (service, pack_target(backend.address, backend.port, backend.protocol)) for service, backend in targets.backends
     }
-    return packed_backends, {(service, pack_target(*address)) for service, address in frontends}
+    return backends, {(service, pack_target(*address)) for service, address in targets.frontends}
 
 
-@dataclass(frozen=True, slots=True)
 class GoneTargets:
-    """IsGone for backends and frontends that have stopped serving; see gone_if_in()."""
+    """IsGone for these: a choice is stale if its backend or its frontend is one of them."""
 
-    packed_backends: PackedTargets
-    packed_frontends: PackedTargets
+    def __init__(self, targets: UdpTargets) -> None:
+        self._backends, self._frontends = _pack(targets)
 
     def __call__(self, service: int, frontend: bytes, backend: bytes) -> bool:
         return (
-            (service, backend) in self.packed_backends
-            or (service, frontend) in self.packed_frontends
+            (service, backend) in self._backends
+            or (service, frontend) in self._frontends
             # The client used an address of a node; a NodePort is programmed under the wildcard.
-            or (service, node_port_target(frontend)) in self.packed_frontends
+            or (service, node_port_target(frontend)) in self._frontends
         )
 
-    def remove(
-        self,
-        backends: Collection[tuple[int, Backend]],
-        frontends: Collection[tuple[int, FrontendAddress]],
-    ) -> None:
-        """Removes what serves again, each with its service id."""
-        packed_backends, packed_frontends = _pack_targets(backends, frontends)
-        self.packed_backends.difference_update(packed_backends)
-        self.packed_frontends.difference_update(packed_frontends)
+    def remove(self, targets: UdpTargets) -> None:
+        """Removes what serves again."""
+        backends, frontends = _pack(targets)
+        self._backends -= backends
+        self._frontends -= frontends
 
 
-def gone_if_in(
-    backends: Collection[tuple[int, Backend]], frontends: Collection[tuple[int, FrontendAddress]]
-) -> GoneTargets:
-    """IsGone for these backends and frontends, each with its service id: a choice is stale if its
-    backend or its frontend is one of them.
-    """
-    return GoneTargets(*_pack_targets(backends, frontends))
-
-
-def gone_unless_in(
-    backends: Collection[tuple[int, Backend]], frontends: Collection[tuple[int, FrontendAddress]]
-) -> IsGone:
+def gone_unless_in(targets: UdpTargets) -> IsGone:
     """IsGone for everything except these. A choice is live only if its backend and its frontend are
     both listed under its service id. After a restart, this finds what changed while no agent ran.
     """
-    packed_backends, packed_frontends = _pack_targets(backends, frontends)
+    backends, frontends = _pack(targets)
 
     def is_gone(service: int, frontend: bytes, backend: bytes) -> bool:
-        return (service, backend) not in packed_backends or (
-            (service, frontend) not in packed_frontends
-            and (service, node_port_target(frontend)) not in packed_frontends
+        return (service, backend) not in backends or (
+            (service, frontend) not in frontends and (service, node_port_target(frontend)) not in frontends
         )
 
     return is_gone
@@ -392,10 +367,8 @@ class UdpPasses:
     """
 
     def __init__(self, maps: dict[str, Map], uses_conntrack: bool = False) -> None:
-        self._maps, self._uses_conntrack = maps, uses_conntrack
-        self._backends: set[tuple[int, Backend]] = set()
-        self._frontends: set[tuple[int, FrontendAddress]] = set()
-        self._count_flows = False
+        self._maps, self.uses_conntrack = maps, uses_conntrack
+        self._waiting, self._count_flows = UdpTargets(), False  # for the next pass
         self._gone_targets: GoneTargets | None = None  # what the current pass cuts
         self._begin_pass: Callable[[], CutSteps] | None = None  # begins the current pass
         self._steps: CutSteps | None = None
@@ -407,33 +380,20 @@ class UdpPasses:
     @property
     def is_busy(self) -> bool:
         """Whether there is anything left to do."""
-        return self._steps is not None or bool(self._backends or self._frontends)
+        return self._steps is not None or bool(self._waiting)
 
-    def add(
-        self,
-        backends: Collection[tuple[int, Backend]],
-        frontends: Collection[tuple[int, FrontendAddress]],
-        count_flows: bool,
-    ) -> None:
-        """Queues backends and frontends, each with its service id. `count_flows`: see
-        cut_stepwise().
-        """
-        self._backends |= set(backends)
-        self._frontends |= set(frontends)
+    def add(self, targets: UdpTargets, count_flows: bool) -> None:
+        """Queues these. `count_flows`: see cut_stepwise()."""
+        self._waiting.add(targets)
         self._count_flows |= count_flows
 
-    def spare(
-        self,
-        backends: Collection[tuple[int, Backend]],
-        frontends: Collection[tuple[int, FrontendAddress]],
-    ) -> None:
+    def spare(self, targets: UdpTargets) -> None:
         """Removes these from the current pass and from what waits for the next one, because they
         serve again.
         """
-        self._backends.difference_update(backends)
-        self._frontends.difference_update(frontends)
+        self._waiting.remove(targets)
         if self._gone_targets is not None:
-            self._gone_targets.remove(backends, frontends)
+            self._gone_targets.remove(targets)
 
     def advance(self, seconds: float) -> None:
         """Works for this many seconds; the last step may take longer. Raises KernelError if a map
@@ -451,21 +411,22 @@ class UdpPasses:
     def _step(self) -> Counter[int] | None:
         """Does one step. At the end of a pass, returns the numbers by family."""
         if self._steps is None:
-            self._families = {family_of(backend.address) for _, backend in self._backends}
-            self._families |= {family_of(address.address) for _, address in self._frontends}
-            self._gone_targets = gone_if_in(self._backends, self._frontends)
-            lost_frontends = {pack_target(*at): service for service, at in self._frontends}
+            waiting = self._waiting
+            self._families = {family_of(backend.address) for _, backend in waiting.backends}
+            self._families |= {family_of(at.address) for _, at in waiting.frontends}
+            self._gone_targets = GoneTargets(waiting)
+            lost_frontends = {pack_target(*at): service for service, at in waiting.frontends}
             self._begin_pass = partial(
                 cut_stepwise,
                 self._maps,
                 self._gone_targets,
                 self._count_flows,
-                lost_frontends if self._uses_conntrack else None,
+                lost_frontends if self.uses_conntrack else None,
                 self.errors,
             )
             self._steps = self._begin_pass()
             # What is added during this pass waits for the next one.
-            self._backends, self._frontends, self._count_flows = set(), set(), False
+            self._waiting, self._count_flows = UdpTargets(), False
         try:
             next(self._steps)
         except StopIteration as stop:

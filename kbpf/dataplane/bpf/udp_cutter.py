@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.state.commit import pack_endpoint
-from kbpf.dataplane.bpf.state.plan import ProgrammedPort, Retired
-from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
+from kbpf.dataplane.bpf.state.plan import ProgrammedPort, Retired, UdpTargets
+from kbpf.model.desired import ServicePortKey
 from kbpf.model.metrics import UdpCuts
 from kbpf.model.objects import Protocol
 
@@ -16,10 +16,9 @@ from kbpf.model.objects import Protocol
 class UdpCutter:
     """Cuts UDP clients off the backends and frontends that a Service port has lost."""
 
-    def __init__(self, agent_maps: AgentMaps, passes: udp.UdpPasses, uses_conntrack: bool = False) -> None:
+    def __init__(self, agent_maps: AgentMaps, passes: udp.UdpPasses) -> None:
         self._agent_maps, self._passes = agent_maps, passes
-        self._uses_conntrack = uses_conntrack
-        self._former = Retired()  # see remember()
+        self._former = UdpTargets()  # see remember()
 
     def read_cuts(self) -> None:
         """Reads the map `udp_cuts`, after another agent may have written to it."""
@@ -32,28 +31,22 @@ class UdpCutter:
         packet that was in flight during the first. Flows of unconnected sockets need none: programs
         see that they are older than the entry of `udp_cuts`.
         """
-        if not (retired.lost_backends or retired.lost_frontends):
+        if not retired.lost:
             return
         if not is_repeat:
-            self._cut_map.add(
-                {(service_id, pack_endpoint(backend)) for service_id, backend in retired.lost_backends},
-                time.monotonic_ns(),
-            )
-        self._passes.add(retired.lost_backends, retired.lost_frontends, count_flows=not is_repeat)
+            backends = {(service_id, pack_endpoint(backend)) for service_id, backend in retired.lost.backends}
+            self._cut_map.add(backends, time.monotonic_ns())
+        self._passes.add(retired.lost, count_flows=not is_repeat)
         self._passes.advance(seconds)
 
     def cut_unserved(self, programmed: Iterable[ProgrammedPort]) -> None:
         """Cuts UDP clients off everything except what these Service ports serve."""
-        is_gone = udp.gone_unless_in(*_udp_targets(programmed))
+        is_gone = udp.gone_unless_in(_udp_targets(programmed))
         self._cut_map.add(udp.find_stale_flows(self._agent_maps.maps, is_gone), time.monotonic_ns())
         del self._agent_maps.writes["udp_cuts"]  # counted as UDP cuts, not as writes of a change
         start = time.perf_counter()
-        cut_counts = udp.cut(
-            self._agent_maps.maps,
-            is_gone,
-            lost_frontends={} if self._uses_conntrack else None,
-            errors=self._passes.errors,
-        )
+        none_lost = dict[bytes, int]() if self._passes.uses_conntrack else None
+        cut_counts = udp.cut(self._agent_maps.maps, is_gone, none_lost, self._passes.errors)
         seconds = time.perf_counter() - start
         self._passes.results.append(UdpCuts(seconds, {family: cut_counts[family] for family in (4, 6)}))
 
@@ -63,27 +56,23 @@ class UdpCutter:
         """
         if not uncut and not self._passes.is_busy:
             return
-        backends, frontends = _udp_targets(port for port in ports if port is not None)
+        serving = _udp_targets(filter(None, ports))
         for retired in uncut:
-            retired.lost_backends -= backends
-            retired.lost_frontends -= frontends
-        self._passes.spare(backends, frontends)
+            retired.lost.remove(serving)
+        self._passes.spare(serving)
 
     def remember(self, programmed: Iterable[ProgrammedPort], uncut: Iterable[Retired]) -> None:
         """Remembers which UDP flows may exist, before the maps are read again. They do not contain
         `serving`, so the next plan would not find the backends that have stopped serving since the
         last successful apply(). Cuts that were not finished are remembered as well.
         """
-        backends, frontends = _udp_targets(programmed)
-        self._former.lost_backends |= backends
-        self._former.lost_frontends |= frontends
+        self._former.add(_udp_targets(programmed))
         for retired in uncut:
-            self._former.lost_backends |= retired.lost_backends
-            self._former.lost_frontends |= retired.lost_frontends
+            self._former.add(retired.lost)
 
     def forget(self) -> None:
         """An apply() has succeeded, so nothing has to be remembered."""
-        self._former = Retired()
+        self._former = UdpTargets()
 
     def plan_former_cuts(
         self,
@@ -98,30 +87,20 @@ class UdpCutter:
         call are remembered until it has succeeded.
         """
         former = self._former
-        if not authoritative and (former.lost_backends or former.lost_frontends):
+        if not authoritative and former:
             ports, refused = {**programmed, **changes}, set(refused)
-            backends, frontends = _udp_targets(port for port in ports.values() if port)
+            serving = _udp_targets(filter(None, ports.values()))
             # Of ports that stay as adopted it is not known which backends serve.
             unplanned_ids = {port.id for key, port in ports.items() if port and (key not in changes or key in refused)}
-            retired.lost_backends |= {
-                (service_id, backend)
-                for service_id, backend in former.lost_backends - backends
-                if service_id not in unplanned_ids
-            }
-            retired.lost_frontends |= {
-                (service_id, frontend)
-                for service_id, frontend in former.lost_frontends - frontends
-                if service_id not in unplanned_ids
-            }
-        former.lost_backends |= retired.lost_backends
-        former.lost_frontends |= retired.lost_frontends
+            retired.lost.backends |= {b for b in former.backends - serving.backends if b[0] not in unplanned_ids}
+            retired.lost.frontends |= {f for f in former.frontends - serving.frontends if f[0] not in unplanned_ids}
+        former.add(retired.lost)
 
 
-def _udp_targets(ports: Iterable[ProgrammedPort]) -> tuple[set[tuple[int, Backend]], set[tuple[int, FrontendAddress]]]:
-    """The backends that serve UDP, and the UDP frontends, each with its service id."""
-    backends: set[tuple[int, Backend]] = set()
-    frontends: set[tuple[int, FrontendAddress]] = set()
+def _udp_targets(ports: Iterable[ProgrammedPort]) -> UdpTargets:
+    """The backends that serve UDP, and the UDP frontends."""
+    targets = UdpTargets()
     for port in ports:
-        backends.update((port.id, backend) for backend in port.serving)
-        frontends.update((port.id, frontend.at) for frontend in port.frontends if frontend.at.protocol == Protocol.UDP)
-    return backends, frontends
+        targets.backends.update((port.id, backend) for backend in port.serving)
+        targets.frontends.update((port.id, f.at) for f in port.frontends if f.at.protocol == Protocol.UDP)
+    return targets

@@ -15,15 +15,13 @@ from kbpf.dataplane.ipvs.plan import (
     OWNERSHIP_SETS,
     Element,
     ElementField,
-    RealServer,
     ServerPool,
     ServicePortPlan,
     SetName,
-    VirtualService,
-    target_service,
+    find_service,
 )
 from kbpf.model.address import Addr
-from kbpf.model.desired import ServicePortKey
+from kbpf.model.desired import RealServer, ServicePortKey, VirtualService
 from kbpf.model.ref_counts import RefCounts
 
 
@@ -109,14 +107,9 @@ class DesiredElements:
 
     def __init__(self) -> None:
         self._elements = RefCounts[Element]()
-        self._pools: dict[VirtualService, ServerPool] = {}
+        self.pools: dict[VirtualService, ServerPool] = {}  # all, with their real servers
         self._owners: dict[VirtualService, ServicePortKey] = {}
         self.plans: dict[ServicePortKey, ServicePortPlan] = {}
-
-    @property
-    def pools(self) -> Mapping[VirtualService, ServerPool]:
-        """All virtual services, with their real servers."""
-        return self._pools
 
     @property
     def elements(self) -> frozenset[Element]:
@@ -147,11 +140,11 @@ class DesiredElements:
                 self.plans.pop(key, None)
             else:
                 self.plans[key] = new
-        self._pools |= new_pools
+        self.pools |= new_pools
         self._owners |= {virtual: key for key, new in after.items() for virtual in new.pools}
         # A virtual service that moved between these Service ports is in both.
         for virtual in old_pools.keys() - new_pools.keys():
-            del self._pools[virtual]
+            del self.pools[virtual]
             del self._owners[virtual]
         serving = {v: after[k].serving for k in after for v in after[k].pools}
         _compare_pools(old_pools, new_pools, serving, changes)
@@ -172,10 +165,12 @@ class DesiredElements:
             plan = self.plans[key]
             pools, dangling = dict(plan.pools), frozenset[Element]()
             if pool is None:
-                dangling = frozenset(element for element in plan.elements if target_service(element) == virtual)
-                del pools[virtual], self._pools[virtual], self._owners[virtual]
+                dangling = frozenset(
+                    element for element in plan.elements if find_service(element, LATE_SETS) == virtual
+                )
+                del pools[virtual], self.pools[virtual], self._owners[virtual]
             else:
-                pools[virtual] = self._pools[virtual] = pool
+                pools[virtual] = self.pools[virtual] = pool
             removed = self._elements.remove(dangling)
             # Late elements that are only about to be added are just left out. Those that the kernel
             # has already, immediate ones among them, must be deleted.
@@ -201,9 +196,9 @@ class DesiredElements:
             element for element in elements if element[0] is not SetName.VIRTUAL_IPS or element[1][0] in addresses
         }
         changes = Changes(new_elements=set(desired - present))
-        changes.immediate = {element for element in changes.new_elements if target_service(element) in pools}
+        changes.immediate = {element for element in changes.new_elements if find_service(element, LATE_SETS) in pools}
         serving = {virtual: plan.serving for plan in self.plans.values() for virtual in plan.pools}
-        _compare_pools(pools, self._pools, serving, changes)
+        _compare_pools(pools, self.pools, serving, changes)
         if authoritative:
             changes.old_elements = set(elements - desired)
             known_addresses = {element[1][0] for element in elements | desired if element[0] is SetName.VIRTUAL_IPS}

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.diff import Changes
 from kbpf.dataplane.ipvs.ipvs_cleanup import ROOT_HINT, refuse_foreign_table
-from kbpf.dataplane.ipvs.plan import Element, ServerPool, SetName, VirtualService
+from kbpf.dataplane.ipvs.plan import Element, ServerPool, SetName
 from kbpf.dataplane.ipvs.virtual_services import VirtualServices
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs
 from kbpf.kernel.netfilter import forward_rules, nft
 from kbpf.model.address import Addr
 from kbpf.model.config import IPVS_DEVICE
+from kbpf.model.desired import VirtualService
 from kbpf.takeover import conntrack_keepalive
 
 
@@ -78,13 +79,13 @@ class KernelState:
         self._ifindex = dummy.ensure(IPVS_DEVICE)
         if not self.is_table_intact():
             self.write_table()
-        return ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(self._options), hint=ROOT_HINT))
+        return ruleset.parse_elements(forward_rules.run_transaction(ruleset.LIST_TABLE, hint=ROOT_HINT))
 
     def is_table_intact(self) -> bool:
         """Whether chains, rules and sets of the table are as we wrote them; another program may
         have flushed all rules. Missing elements are not detected.
         """
-        return self._table_summary is not None and self._table_summary == nft.read_table("inet", self._options.table)
+        return self._table_summary is not None and self._table_summary == nft.read_table("inet", ruleset.TABLE)
 
     def has_device(self) -> bool:
         """Whether the device exists and is the one that we created, not another one of its name."""
@@ -107,7 +108,7 @@ class KernelState:
         refuse_foreign_table()
         commands = ruleset.create_table(self._options)
         self._run_nft(commands)
-        summary = nft.read_table("inet", self._options.table)
+        summary = nft.read_table("inet", ruleset.TABLE)
         # Another program may have flushed the table between the two calls. Then the summary must
         # not become the reference that is_table_intact() compares with.
         is_complete = summary is not None and len(summary.rules) == sum(
@@ -119,11 +120,9 @@ class KernelState:
         """Executes steps 1 and 2 of the order. A refused address or virtual service does not stop
         the others. Raises KernelError if the elements are refused or the kernel does not answer.
         """
-        steps, options = changes.steps(), self._options
+        steps = changes.steps()
         # One transaction: a map element or interval is replaced without a gap.
-        self._run_nft(
-            [*ruleset.delete_elements(options, steps.removed_first), *ruleset.add_elements(options, steps.added_first)]
-        )
+        self._run_nft([*ruleset.delete_elements(steps.removed_first), *ruleset.add_elements(steps.added_first)])
         addresses = self.add_addresses(_virtual_ips(steps.added_first))
         refused = self.services.apply_additions(changes)
         return KernelRefusals(
@@ -132,13 +131,11 @@ class KernelState:
 
     def apply_removals(self, changes: Changes) -> None:
         """Executes the other steps of the order."""
-        steps, options = changes.steps(), self._options
-        self._run_nft(
-            [*ruleset.delete_elements(options, steps.removed_late), *ruleset.add_elements(options, steps.added_late)]
-        )
+        steps = changes.steps()
+        self._run_nft([*ruleset.delete_elements(steps.removed_late), *ruleset.add_elements(steps.added_late)])
         self.services.delete(changes.old_pools)
         dummy.delete_addresses(self._ifindex, changes.unclaimed_addresses | {*_virtual_ips(steps.removed_late)})
-        self._run_nft(ruleset.delete_elements(options, steps.removed_ownership))
+        self._run_nft(ruleset.delete_elements(steps.removed_ownership))
 
     def _run_nft(self, commands: list[forward_rules.Json]) -> None:
         if commands:

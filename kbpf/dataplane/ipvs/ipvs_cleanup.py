@@ -3,18 +3,20 @@
 
 import contextlib
 import errno
-from collections.abc import Callable, Collection, Container, Iterable
+import socket
+from collections.abc import Callable, Collection, Container
 from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.ipvs import ruleset, statefile
-from kbpf.dataplane.ipvs.plan import Element, SetName, VirtualService, owned_service
-from kbpf.errors import KernelError
+from kbpf.dataplane.ipvs.plan import Element, SetName, owned_services
+from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.net import dummy, ipvs
-from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, VirtualServiceKey
+from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand
 from kbpf.kernel.netfilter import forward_rules, nft
 from kbpf.kernel.system.private_folders import LOCK_TIMEOUT_S, PRIVATE_MODE, lock_folder
 from kbpf.model.config import IPVS_DEVICE, Config, LocalMode
+from kbpf.model.desired import VirtualService
 from kbpf.takeover import conntrack_keepalive
 from kbpf.takeover.previous import PreviousDataPlane
 
@@ -48,11 +50,9 @@ def lock_state_folder(folder: Path, timeout: float = LOCK_TIMEOUT_S) -> int:
     """Creates the state folder and locks it, so that no other agent uses the device and table.
     Returns the descriptor that holds the lock.
     """
-    try:
+    with kernel_errors("cannot create the state folder", str(folder), ROOT_HINT):
         folder.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
         return lock_folder(folder, timeout, "stop it first")
-    except OSError as error:
-        raise KernelError("cannot create the state folder", str(folder), ROOT_HINT, error.errno or 0) from error
 
 
 def has_table() -> bool:
@@ -90,22 +90,16 @@ def read_elements() -> frozenset[Element] | None:
     """The elements of the sets of our table; None if it does not exist."""
     if not has_table():
         return None
-    return ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(ruleset.RulesetOptions())))
+    return ruleset.parse_elements(forward_rules.run_transaction(ruleset.LIST_TABLE))
 
 
-def _owned_services(elements: Iterable[Element]) -> set[VirtualService]:
-    """The virtual services that these elements of our table record as ours."""
-    return {virtual for element in elements if (virtual := owned_service(element)) is not None}
-
-
-def read_owned_services() -> set[VirtualServiceKey] | None:
+def read_owned_services() -> frozenset[VirtualService] | None:
     """The virtual services that our table records as ours; None if it does not exist."""
-    if (elements := read_elements()) is None:
-        return None
-    return {VirtualServiceKey(*virtual) for virtual in _owned_services(elements)}
+    elements = read_elements()
+    return None if elements is None else owned_services(elements)
 
 
-def _delete_services(client: IpvsClient, services: Collection[VirtualServiceKey]) -> None:
+def _delete_services(client: IpvsClient, services: Collection[VirtualService]) -> None:
     """Deletes virtual services; missing ones are ignored. Raises KernelError if the kernel
     refuses.
     """
@@ -114,7 +108,7 @@ def _delete_services(client: IpvsClient, services: Collection[VirtualServiceKey]
     )
 
 
-def _services_at_device() -> set[VirtualServiceKey]:
+def _services_at_device() -> set[VirtualService]:
     """The virtual services on the addresses of our device. Without the table this is all that
     shows which ones are ours.
     """
@@ -130,7 +124,7 @@ def _services_at_device() -> set[VirtualServiceKey]:
         return {key for key in services if not key.fwmark and key.address in addresses}
 
 
-def _kube_proxy_test(is_running: bool) -> Callable[[VirtualServiceKey], bool]:
+def _kube_proxy_test(is_running: bool) -> Callable[[VirtualService], bool]:
     """Returns a function that decides whether a virtual service was taken over by a kube-proxy of
     mode ipvs: its address is on kube-proxy's device, or it is a NodePort in one of kube-proxy's IP
     sets. A running kube-proxy may not have filled its sets yet, so with `is_running` every virtual
@@ -142,7 +136,7 @@ def _kube_proxy_test(is_running: bool) -> Callable[[VirtualServiceKey], bool]:
     own_addresses = dummy.addresses_of(IPVS_DEVICE)
     ports = conntrack_keepalive.list_node_ports()
 
-    def is_kube_proxy_service(service: VirtualServiceKey) -> bool:
+    def is_kube_proxy_service(service: VirtualService) -> bool:
         if service.fwmark or service.address in kube_proxy_addresses:
             return not service.fwmark  # kube-proxy has no virtual services by fwmark
         port = service.protocol, service.port
@@ -162,7 +156,7 @@ def remove(
     by now. `with_forward_rules` is False if another mode still needs the rules in FORWARD. Raises
     KernelError if the kernel refuses.
     """
-    options, removed = ruleset_options(config), []
+    removed = []
     owned = read_owned_services()
     # The table is removed last: if this is interrupted, the next call finds everything again.
     services = _services_at_device() if owned is None else owned
@@ -176,12 +170,12 @@ def remove(
     if dummy.is_ours(IPVS_DEVICE) and (dry_run or dummy.remove(IPVS_DEVICE)):
         removed.append(f"device {IPVS_DEVICE}")
     if dry_run:
-        return (*removed, *([f"nftables inet {options.table}"] if owned is not None else []))
+        return (*removed, *([f"nftables inet {ruleset.TABLE}"] if owned is not None else []))
     if owned is not None:
         for chain in forward_rules.list_forward_chains() if with_forward_rules else ():
             forward_rules.remove_masquerade_rules(chain)
-        forward_rules.run_transaction(*ruleset.delete_table(options), hint=ROOT_HINT)
-        removed.append(f"nftables inet {options.table}")
+        forward_rules.run_transaction(ruleset.DELETE_TABLE, hint=ROOT_HINT)
+        removed.append(f"nftables inet {ruleset.TABLE}")
     statefile.remove_files(config.ipvs_folder)
     for path in (config.ipvs_folder, config.state_dir):
         with contextlib.suppress(OSError):
@@ -203,11 +197,6 @@ class PreviousIpvsPlane(PreviousDataPlane):
     name = "mode ipvs"
     connections = "connections still use mode ipvs"
 
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self._config = config
-        self._options = ruleset_options(config)
-
     def claim(self) -> bool:
         if not has_state(self._config):
             return False
@@ -216,18 +205,18 @@ class PreviousIpvsPlane(PreviousDataPlane):
 
     def _remove_idle(self) -> int:
         elements = read_elements() or frozenset()
-        if not (owned := _owned_services(elements)):
+        if not (owned := owned_services(elements)):
             return 0
         with contextlib.closing(IpvsClient()) as client:
-            connection_counts = {virtual: client.count_connections(VirtualServiceKey(*virtual)) for virtual in owned}
+            connection_counts = {virtual: client.count_connections(virtual) for virtual in owned}
             busy_addresses = {virtual.address for virtual, n in connection_counts.items() if n}
             idle_services = [v for v in connection_counts if v.address not in busy_addresses and not v.fwmark]
-            _delete_services(client, [VirtualServiceKey(*virtual) for virtual in idle_services])
+            _delete_services(client, idle_services)
         idle_addresses = {virtual.address for virtual in idle_services}
         with contextlib.suppress(OSError):  # the device was removed
-            dummy.delete_addresses(dummy.get_ifindex(IPVS_DEVICE), idle_addresses)
+            dummy.delete_addresses(socket.if_nametoindex(IPVS_DEVICE), idle_addresses)
         if idle_elements := [element for element in elements if _is_at_address(element, idle_addresses)]:
-            forward_rules.run_transaction(*ruleset.delete_elements(self._options, idle_elements))
+            forward_rules.run_transaction(*ruleset.delete_elements(idle_elements))
         return sum(connection_counts.values())
 
     def _remove(self) -> None:

@@ -14,13 +14,21 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.ipvs import statefile
-from kbpf.dataplane.ipvs.plan import VirtualService, fwmark_service, virtual_service_of
+from kbpf.dataplane.ipvs.plan import fwmark_service
 from kbpf.dataplane.ipvs.statefile import ProgrammedPort
 from kbpf.errors import NotFoundError
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsConnection, RealServerStatus, list_connections
 from kbpf.kernel.system.process import is_alive
-from kbpf.model.address import ANY4, ANY6, Addr, format_addr, format_endpoint
-from kbpf.model.desired import Backend, Frontend, FrontendAddress, FrontendKind, ServicePortKey, ServiceState
+from kbpf.model.address import ANY, Addr, family_of, format_endpoint
+from kbpf.model.desired import (
+    Backend,
+    Frontend,
+    FrontendAddress,
+    FrontendKind,
+    ServicePortKey,
+    ServiceState,
+    VirtualService,
+)
 from kbpf.model.inspection import (
     EMPTY_SET,
     BackendEntry,
@@ -72,11 +80,7 @@ def read(folder: Path) -> Inspection:
 
 def _read_servers() -> ServersByService:
     with contextlib.closing(IpvsClient()) as client:
-        return {
-            virtual: client.list_servers(service)
-            for service, _ in client.list_services()
-            if (virtual := virtual_service_of(*service)) is not None
-        }
+        return {virtual: client.list_servers(virtual) for virtual, _ in client.list_services()}
 
 
 # ---- Services ------------------------------------------------------------------------------------
@@ -116,9 +120,9 @@ class _PortBuilder:
         # Virtual services without such an address belong to NodePorts: the kernel has one for each
         # node address, while a frontend of kind NodePort has the wildcard address.
         exact_addresses = {frontend.at for state in self._states for frontend in state.frontends}
-        self._by_port: dict[tuple[Protocol, int], list[VirtualService]] = {}
+        self._by_port: dict[tuple[int, int], list[VirtualService]] = {}
         for virtual in servers:
-            address = FrontendAddress(virtual.address, virtual.port, virtual.protocol)
+            address = (virtual.address, virtual.port, virtual.protocol)
             if not virtual.fwmark and address not in exact_addresses:
                 self._by_port.setdefault((virtual.protocol, virtual.port), []).append(virtual)
 
@@ -267,8 +271,7 @@ class IpvsConnections:
     def _owner(self, connection: IpvsConnection) -> ServicePort | None:
         """The Service port of a connection; None if its virtual service is not ours."""
         address, port = connection.frontend
-        wildcard = ANY4 if "." in format_addr(address) else ANY6
-        for candidate in (Addr(address), wildcard):
+        for candidate in (address, ANY[family_of(address)]):
             at = FrontendAddress(candidate, port, connection.protocol)
             if at in self._by_frontend:
                 return self._by_frontend[at]

@@ -7,7 +7,7 @@ from dataclasses import astuple
 from typing import Final
 
 from kbpf.dataplane import node
-from kbpf.dataplane.ipvs.ruleset import RulesetOptions
+from kbpf.dataplane.ipvs.ruleset import TABLE
 from kbpf.dataplane.ipvs.virtual_services import VirtualServices
 from kbpf.dataplane.node import forwarding_warnings
 from kbpf.errors import KernelError
@@ -33,8 +33,8 @@ STRICT_ARP_SYSCTLS: Final = {
 class NodeSettings:
     """Each warning is logged once."""
 
-    def __init__(self, config: Config, options: RulesetOptions) -> None:
-        self._config, self._options = config, options
+    def __init__(self, config: Config) -> None:
+        self._config = config
         self._lasting: dict[str, None] = {}
         self._firewalls: tuple[str, ...] = ()
 
@@ -68,8 +68,8 @@ class NodeSettings:
     def check_firewalls(self, listing: Collection[forward_rules.Json]) -> None:
         """Updates the warnings about firewall rules of other programs."""
         warnings = (
-            *node.forward_warnings(self._options.masquerade_mark, listing),
-            *node.input_warnings(self._options.table, listing),
+            *node.forward_warnings(1 << self._config.masquerade_bit, listing),
+            *node.input_warnings(TABLE, listing),
         )
         for line in warnings:
             if line not in self._firewalls:

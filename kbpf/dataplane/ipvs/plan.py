@@ -18,45 +18,23 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kbpf.model.address import ANY4, ANY6, Addr, family_of
+from kbpf.model.address import ANY, Addr, family_of
 from kbpf.model.desired import (
     BackendSet,
     DesiredState,
     Frontend,
     FrontendAddress,
     FrontendKind,
+    RealServer,
     ServicePortKey,
     ServiceState,
     Spread,
+    VirtualService,
 )
 from kbpf.model.objects import Algorithm, Cidr, Protocol
 
 HOST_PREFIX_LENGTH: Final = 128
 """The prefix length of one address."""
-
-
-class VirtualService(NamedTuple):
-    """A virtual service: of an address and port, or, if `fwmark` is not 0, of all packets with that
-    fwmark. Then `address` is the ANY address of the family, `port` is 0 and `protocol` is TCP,
-    which is what the kernel reports for such a service.
-    """
-
-    protocol: Protocol
-    address: Addr
-    port: int
-    fwmark: int = 0
-
-    @property
-    def family(self) -> int:
-        """4 or 6."""
-        return family_of(self.address)
-
-
-class RealServer(NamedTuple):
-    """A real server of a virtual service."""
-
-    address: Addr
-    port: int
 
 
 class ServerPool(msgspec.Struct, frozen=True):
@@ -225,14 +203,13 @@ def _frontend_addresses(
     """The addresses to serve a frontend on. A NodePort is not served on a node address that is an
     exact frontend with the same port, as in mode bpf and kube-proxy.
     """
-    frontend_address = frontend.at
+    at = frontend.at
     if frontend.kind is not FrontendKind.NODE_PORT:
-        return () if frontend_address.address in context.refused_addresses else (frontend_address.address,)
-    node_addresses = (address for address in context.node_addresses if family_of(address) == family)
+        return () if at.address in context.refused_addresses else (at.address,)
     return (
         address
-        for address in node_addresses
-        if FrontendAddress(address, frontend_address.port, frontend_address.protocol) not in exact_frontends
+        for address in context.node_addresses
+        if family_of(address) == family and at._replace(address=address) not in exact_frontends
     )
 
 
@@ -271,15 +248,8 @@ def _allowed_sources(state: ServiceState, frontend: Frontend, context: NodeConte
     """
     node_addresses = (*context.node_addresses, *context.own_addresses)
     if frontend.kind is FrontendKind.NODE_PORT:
-        family = state.key.family
-        return (
-            *state.node_port_ranges,
-            *(
-                Cidr(node_address, HOST_PREFIX_LENGTH)
-                for node_address in node_addresses
-                if family_of(node_address) == family
-            ),
-        )
+        own = (address for address in node_addresses if family_of(address) == state.key.family)
+        return (*state.node_port_ranges, *(Cidr(address, HOST_PREFIX_LENGTH) for address in own))
     if any(source_range.contains(address) for source_range in state.source_ranges for address in node_addresses):
         return (*state.source_ranges, Cidr(frontend.at.address, HOST_PREFIX_LENGTH))
     return state.source_ranges
@@ -295,17 +265,9 @@ def _remove_nested(networks: Iterable[Cidr]) -> list[Cidr]:
     return outermost
 
 
-def virtual_service_of(protocol: int, address: Addr, port: int, fwmark: int) -> VirtualService | None:
-    """A virtual service in the kernel; None for protocols that Services do not have."""
-    try:
-        return VirtualService(Protocol(protocol), address, port, fwmark)
-    except ValueError:
-        return None
-
-
 def fwmark_service(family: int, fwmark: int) -> VirtualService:
     """The virtual service of a fwmark."""
-    return VirtualService(Protocol.TCP, ANY4 if family == 4 else ANY6, 0, fwmark)
+    return VirtualService(Protocol.TCP, ANY[family], 0, fwmark)
 
 
 def without_service(plan: ServicePortPlan, virtual: VirtualService) -> ServicePortPlan:
@@ -325,26 +287,21 @@ def ownership_element(virtual: VirtualService) -> Element:
     return SetName.OWN, (virtual.address, virtual.protocol, virtual.port)
 
 
-def owned_service(element: Element) -> VirtualService | None:
-    """The virtual service that an element of OWN or OWN_FWMARKS names; None for other sets."""
-    match element:
-        case SetName.OWN, (bytes() as address, Protocol() as protocol, int() as port):
-            return VirtualService(protocol, Addr(address), port)
-        case SetName.OWN_FWMARKS, (bytes() as address, int() as fwmark):
-            return fwmark_service(family_of(address), fwmark)
-    return None
-
-
-def target_service(element: Element) -> VirtualService | None:
-    """The virtual service that this element of LATE_SETS lets new connections reach; None for
-    elements of other sets.
+def find_service(element: Element, sets: Container[SetName]) -> VirtualService | None:
+    """The virtual service that an element of these sets names: of OWNERSHIP_SETS, one of ours; of
+    LATE_SETS, one that it lets new connections reach. None for other elements.
     """
-    match element:
-        case SetName.SERVED, (bytes() as address, Protocol() as protocol, int() as port):
+    match element if element[0] in sets else None:
+        case SetName.OWN | SetName.SERVED, (bytes() as address, Protocol() as protocol, int() as port):
             return VirtualService(protocol, Addr(address), port)
-        case SetName.SHORT_CIRCUITS, (bytes() as address, _, _, int() as fwmark):
+        case SetName.OWN_FWMARKS | SetName.SHORT_CIRCUITS, (bytes() as address, *_, int() as fwmark):
             return fwmark_service(family_of(address), fwmark)
     return None
+
+
+def owned_services(elements: Iterable[Element]) -> frozenset[VirtualService]:
+    """The virtual services that these elements record as ours."""
+    return frozenset(virtual for e in elements if (virtual := find_service(e, OWNERSHIP_SETS)) is not None)
 
 
 def _server_pool(state: ServiceState, local: bool, default_scheduler: str) -> ServerPool:

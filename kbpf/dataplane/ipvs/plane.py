@@ -28,9 +28,8 @@ from kbpf.dataplane.ipvs.plan import (
     NODE_KEY,
     Element,
     ServicePortPlan,
-    VirtualService,
     fwmark_service,
-    owned_service,
+    owned_services,
     without_service,
 )
 from kbpf.dataplane.ipvs.port_planner import NO_IPV6_WARNING, PortPlanner
@@ -38,11 +37,10 @@ from kbpf.dataplane.ipvs.statefile import StateFile
 from kbpf.dataplane.node import KeepalivePoll, reconcile_forward_rules
 from kbpf.errors import KernelError
 from kbpf.kernel.net.ipvs import IpvsClient
-from kbpf.kernel.netfilter import forward_rules
+from kbpf.kernel.netfilter import nft
 from kbpf.model.config import IPVS_DEVICE, Config
-from kbpf.model.desired import DesiredState, ServicePortKey
+from kbpf.model.desired import DesiredState, ServicePortKey, VirtualService
 from kbpf.model.metrics import IPVS_COUNTERS, ConnectionStats, Pause, PortName, TrafficStats
-from kbpf.model.objects import Protocol
 from kbpf.model.status import ModeChoice
 
 log = logging.getLogger("kbpf.dataplane")
@@ -70,7 +68,7 @@ class IpvsPlane:
         self._options = cleanup.ruleset_options(config)
         self._state_dir = config.ipvs_folder
         self._lock = -1
-        self._settings = NodeSettings(config, self._options)
+        self._settings = NodeSettings(config)
         # A copy, since another thread counts than the one that calls apply().
         self.shared = IpvsAccess(lambda: dict(self._elements.plans))
         self._reset()
@@ -115,7 +113,7 @@ class IpvsPlane:
         if names := self._config.ignored_in_ipvs:
             log.info("settings without effect in mode ipvs: %s (docs/ipvs.md)", ", ".join(names))
         with contextlib.suppress(KernelError):  # maintain_host() retries
-            self._settings.check_firewalls(forward_rules.list_chains())
+            self._settings.check_firewalls(nft.list_chains())
 
     def _release(self) -> None:
         os.close(self._lock)
@@ -156,7 +154,7 @@ class IpvsPlane:
         if refused_keys := planner.find_refused():
             writes += self._execute(self._elements.update(planner.plan(desired, refused_keys)))
         self._unfinished, self._sync = set(), Sync.HELD
-        return Report(dict(writes), sum(writes.values()), dict(planner.refused))
+        return Report(writes, dict(planner.refused))
 
     def invalidate(self) -> None:
         if self._sync is Sync.HELD:
@@ -195,9 +193,7 @@ class IpvsPlane:
         kernel, desired = self._kernel, self._elements
         pools = kernel.services.read_pools(elements, desired.pools)
         unclaimed = elements - desired.elements if not self._fully_synced else ()
-        self._unclaimed_services = frozenset(
-            virtual for element in unclaimed if (virtual := owned_service(element)) is not None
-        )
+        self._unclaimed_services = owned_services(unclaimed)
         return desired.diff(elements, kernel.read_addresses(), pools, self._fully_synced)
 
     # ---- deferred work ---------------------------------------------------------------------
@@ -231,7 +227,7 @@ class IpvsPlane:
             self._rules_due = now + DRAIN_POLL_INTERVAL_S
             generation = self._kernel.read_foreign_generation()
             if generation != self._rules_generation:
-                listing = forward_rules.list_chains()
+                listing = nft.list_chains()
                 self._settings.check_firewalls(listing)
                 reconcile_forward_rules(self._options.masquerade_mark, listing)
                 self._rules_generation = generation
@@ -314,7 +310,7 @@ def count_traffic(plans: Mapping[ServicePortKey, ServicePortPlan], pause: Pause)
     IPVS does not answer.
     """
     owners = {
-        tuple(virtual): (key.namespace, key.name, key.port, key.protocol.name)
+        virtual: (key.namespace, key.name, key.port, key.protocol.name)
         for key, plan in plans.items()
         if key != NODE_KEY
         for virtual in plan.pools
@@ -325,9 +321,7 @@ def count_traffic(plans: Mapping[ServicePortKey, ServicePortPlan], pause: Pause)
         service_stats = client.read_stats()
     pause()
     for service, stats in service_stats:
-        if service.protocol not in Protocol.__members__.values():  # another program's
-            continue
-        name = owners.get(tuple(VirtualService(Protocol(service.protocol), *service[1:])))
+        name = owners.get(service)
         if name is not None and stats.opened:
             totals[name] = totals.get(name, ConnectionStats()).plus(stats)
     return TrafficStats(totals=tuple(totals.items()), counted_fields=IPVS_COUNTERS)

@@ -23,7 +23,7 @@ from kbpf.dataplane.ipvs.plan import (
     plan_node,
     plan_service_port,
 )
-from kbpf.model.address import ANY4, ANY6, Addr, family_of
+from kbpf.model.address import ANY, Addr, family_of
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import (
     DesiredState,
@@ -276,12 +276,8 @@ class NodePortConflicts:
             self._node_ports[wildcard]
             for frontend in old ^ new
             if frontend.kind is not FrontendKind.NODE_PORT
-            and (wildcard := _wildcard_of(frontend.at)) in self._node_ports
+            and (wildcard := frontend.at._replace(address=ANY[family_of(frontend.at.address)])) in self._node_ports
         }
 
     def _table(self, frontend: Frontend) -> dict[FrontendAddress, ServicePortKey]:
         return self._node_ports if frontend.kind is FrontendKind.NODE_PORT else self.exact
-
-
-def _wildcard_of(at: FrontendAddress) -> FrontendAddress:
-    return at._replace(address=ANY4 if family_of(at.address) == 4 else ANY6)

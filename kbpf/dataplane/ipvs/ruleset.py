@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from kbpf.dataplane.ipvs.plan import MAP_SETS, Element, ElementField, SetName
-from kbpf.model.address import ANY4, ANY6, Addr, family_of, format_addr, parse_addr
+from kbpf.model.address import ANY, Addr, family_of, format_addr, parse_addr
 from kbpf.model.objects import Cidr, Protocol
 
 Json = dict[str, Any]
@@ -52,7 +52,7 @@ TABLE: Final = "kbpf"
 class RulesetOptions(NamedTuple):
     """The settings that the chains depend on.
 
-    - `table`: its name, in the family inet.
+    - `table`: its name, in the family inet; not TABLE if the commands are only checked.
     - `masquerade_bit`: the bit of the mark that marks packets for masquerading.
     - `local_interfaces`: the devices of this node's pods ("cni0", "veth*"), if pods are recognized
       by device; otherwise "".
@@ -83,14 +83,9 @@ def create_table(options: RulesetOptions) -> list[Json]:
     return commands
 
 
-def delete_table(options: RulesetOptions) -> list[Json]:
-    """The command that deletes the table."""
-    return [{"delete": {"table": {"family": "inet", "name": options.table}}}]
-
-
-def list_table(options: RulesetOptions) -> Json:
-    """The command that lists the table with all its elements."""
-    return {"list": {"table": {"family": "inet", "name": options.table}}}
+DELETE_TABLE: Final[Json] = {"delete": {"table": {"family": "inet", "name": TABLE}}}
+LIST_TABLE: Final[Json] = {"list": {"table": {"family": "inet", "name": TABLE}}}
+"""Lists the table with all its elements."""
 
 
 def _create_set(options: RulesetOptions, name: SetName, family: int) -> Iterator[Json]:
@@ -300,22 +295,22 @@ def _set_mark(value: Json) -> Json:
 # ---- elements ------------------------------------------------------------------------------------
 
 
-def delete_elements(options: RulesetOptions, elements: Iterable[Element]) -> list[Json]:
+def delete_elements(elements: Iterable[Element]) -> list[Json]:
     """The commands that delete elements. The transaction fails if one of them does not exist."""
-    return [{"delete": group} for group in _group_by_set(options, elements, keys_only=True)]
+    return [{"delete": group} for group in _group_by_set(elements, keys_only=True)]
 
 
-def add_elements(options: RulesetOptions, elements: Iterable[Element]) -> list[Json]:
+def add_elements(elements: Iterable[Element]) -> list[Json]:
     """The commands that add elements. Existing ones are not an error."""
-    return [{"add": group} for group in _group_by_set(options, elements, keys_only=False)]
+    return [{"add": group} for group in _group_by_set(elements, keys_only=False)]
 
 
-def _group_by_set(options: RulesetOptions, elements: Iterable[Element], keys_only: bool) -> list[Json]:
+def _group_by_set(elements: Iterable[Element], keys_only: bool) -> list[Json]:
     by_set: dict[tuple[SetName, int], list[Any]] = {}
     for name, parts in elements:
         by_set.setdefault((name, _family_of(parts)), []).append(_encode_element(name, parts, keys_only))
     return [
-        {"element": {"family": "inet", "table": options.table, "name": f"{name}{family}", "elem": by_set[name, family]}}
+        {"element": {"family": "inet", "table": TABLE, "name": f"{name}{family}", "elem": by_set[name, family]}}
         for name, family in sorted(by_set)
     ]
 
@@ -359,7 +354,7 @@ def _encode_field(field: ElementField) -> Any:
 
 
 def parse_elements(items: Iterable[Json]) -> frozenset[Element]:
-    """Parses libnftables' answer to list_table(). Sets with other names are ignored."""
+    """Parses libnftables' answer to LIST_TABLE. Sets with other names are ignored."""
     elements: set[Element] = set()
     for item in items:
         set_ = item.get("set") or item.get("map")
@@ -374,7 +369,7 @@ def parse_elements(items: Iterable[Json]) -> frozenset[Element]:
 
 def _parse_fields(name: SetName, family: int, value: Any) -> tuple[ElementField, ...]:
     if name is SetName.OWN_FWMARKS:
-        return (ANY4 if family == 4 else ANY6, int(value))
+        return (ANY[family], int(value))
     if name in MAP_SETS:
         return (*_parse_fields(SetName.SERVED, family, value[0]), int(value[1]))
     values = value["concat"] if isinstance(value, dict) and "concat" in value else [value]
@@ -396,7 +391,7 @@ def _parse_network(value: Any, family: int) -> Cidr:
     if isinstance(value, str):
         return Cidr(parse_addr(value), 128)
     if "range" in value:
-        return Cidr(ANY4 if family == 4 else ANY6, 96 if family == 4 else 0)
+        return Cidr(ANY[family], 96 if family == 4 else 0)
     prefix = value["prefix"]
     offset = 96 if family == 4 else 0
     return Cidr(Addr(parse_addr(prefix["addr"])), int(prefix["len"]) + offset)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from kbpf.errors import KernelError
+from kbpf.errors import kernel_errors
 from kbpf.model.address import Addr
 from kbpf.model.desired import Backend, ServicePortKey, ServiceState
 from kbpf.model.inspection import EndpointEntry
@@ -75,19 +75,13 @@ class StateFile:
         """Writes the status, and the Service ports if they have changed. Raises KernelError if the
         folder cannot be written.
         """
-        try:
+        hint = "free space there, or choose another folder with --state-dir"
+        with kernel_errors("cannot write the status", str(self._folder), hint):
             if not self._is_written:
                 for name, entries in ((SERVICES_FILE, self._services), (ENDPOINTS_FILE, self._endpoints)):
                     write_file(self._folder, name, b"[" + b",".join(entries.values()) + b"]")
                 self._is_written = True
             write_file(self._folder, STATUS_FILE, status)
-        except OSError as error:
-            raise KernelError(
-                "cannot write the status",
-                str(self._folder),
-                "free space there, or choose another folder with --state-dir",
-                error.errno or 0,
-            ) from error
 
 
 def _describe(state: ServiceState, node_addresses: Container[Addr]) -> Iterator[EndpointEntry]:

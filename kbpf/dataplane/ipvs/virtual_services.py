@@ -12,28 +12,18 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from typing import Final
 
 from kbpf.dataplane.ipvs.diff import Changes
-from kbpf.dataplane.ipvs.plan import (
-    Element,
-    RealServer,
-    ServerPool,
-    ServicePortPlan,
-    VirtualService,
-    ownership_element,
-    virtual_service_of,
-)
+from kbpf.dataplane.ipvs.plan import Element, ServerPool, ServicePortPlan, ownership_element
 from kbpf.errors import KernelError
-from kbpf.kernel.net import ipvs
 from kbpf.kernel.net.ipvs import (
     ConnectionTimeouts,
     IpvsClient,
     IpvsCommand,
+    IpvsRequest,
     IpvsServiceFlag,
-    RealServerKey,
-    VirtualServiceKey,
     VirtualServiceSettings,
 )
 from kbpf.kernel.system import modules
-from kbpf.model.address import family_of
+from kbpf.model.desired import RealServer, VirtualService
 from kbpf.model.metrics import UdpCuts
 
 FALLBACK_SCHEDULER, LAST_RESORT_SCHEDULER = "wrr", "rr"
@@ -44,7 +34,7 @@ ALREADY_ABSENT_ERRNOS: Final[Mapping[IpvsCommand, frozenset[int]]] = {
 }
 """The kernel's errors for an object that does not exist, and so does not have to be deleted."""
 
-RequestErrors = Mapping[VirtualService, Sequence[tuple[ipvs.IpvsRequest, int]]]
+RequestErrors = Mapping[VirtualService, Sequence[tuple[IpvsRequest, int]]]
 """The refused requests by virtual service, with their errno."""
 
 
@@ -55,7 +45,7 @@ class Schedulers:
         self._warn = warn
         self._missing: set[str] = set()
 
-    def replace_missing(self, failures: RequestErrors) -> dict[VirtualService, list[ipvs.IpvsRequest]]:
+    def replace_missing(self, failures: RequestErrors) -> dict[VirtualService, list[IpvsRequest]]:
         """The requests that failed because of a scheduler that was not known to be missing, each
         with its replacement.
         """
@@ -76,7 +66,7 @@ class Schedulers:
             )
         return {v: [self._with_available(request) for request, _ in failures[v]] for v in missing}
 
-    def _with_available(self, request: ipvs.IpvsRequest) -> ipvs.IpvsRequest:
+    def _with_available(self, request: IpvsRequest) -> IpvsRequest:
         """The request with a scheduler that the kernel has."""
         settings = request.settings
         if settings is None or settings.scheduler not in self._missing:
@@ -146,28 +136,23 @@ class VirtualServices:
         """
         self._draining.clear()
         pools: dict[VirtualService, ServerPool] = {}
-        for service, settings in self._client.list_services():
-            virtual = virtual_service_of(*service)
-            if virtual is not None and (ownership_element(virtual) in elements or virtual in owned):
-                pools[virtual] = self._read_pool(virtual, service, settings)
+        for virtual, settings in self._client.list_services():
+            if ownership_element(virtual) in elements or virtual in owned:
+                pools[virtual] = self._read_pool(virtual, settings)
         return pools
 
     def read_current_pool(self, virtual: VirtualService) -> ServerPool | None:
         """Reads one virtual service; None if it does not exist."""
         self._draining.pop(virtual, None)
-        service = VirtualServiceKey(*virtual)
-        settings = self._client.read_settings(service)
-        return None if settings is None else self._read_pool(virtual, service, settings)
+        settings = self._client.read_settings(virtual)
+        return None if settings is None else self._read_pool(virtual, settings)
 
-    def _read_pool(
-        self, virtual: VirtualService, service: VirtualServiceKey, settings: VirtualServiceSettings
-    ) -> ServerPool:
+    def _read_pool(self, virtual: VirtualService, settings: VirtualServiceSettings) -> ServerPool:
         servers = []
-        for status in self._client.list_servers(service):
-            server = RealServer(*status.server)
-            servers.append((server, status.weight))
+        for status in self._client.list_servers(virtual):
+            servers.append((status.server, status.weight))
             if status.weight == 0:
-                self._draining.setdefault(virtual, set()).add(server)
+                self._draining.setdefault(virtual, set()).add(status.server)
         by_port = bool(settings.flags & IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT)
         # Sorted, so that it compares equal to a planned pool: the kernel's order is arbitrary.
         return ServerPool(settings.scheduler, settings.persistence, by_port, tuple(sorted(servers)))
@@ -176,7 +161,7 @@ class VirtualServices:
         """Whether IPVS still has this virtual service, if any. If not, another program may have
         flushed IPVS or reloaded the module, so a new netlink socket is opened.
         """
-        if virtual is None or self._client.read_settings(VirtualServiceKey(*virtual)) is not None:
+        if virtual is None or self._client.read_settings(virtual) is not None:
             return True
         self._client.close()
         self._client = _open_ipvs()
@@ -184,7 +169,7 @@ class VirtualServices:
 
     def is_idle(self, virtual: VirtualService) -> bool:
         """Whether it has no connections, neither active nor inactive."""
-        return not self._client.count_connections(VirtualServiceKey(*virtual))
+        return not self._client.count_connections(virtual)
 
     # ---- changing --------------------------------------------------------------------------
 
@@ -202,7 +187,7 @@ class VirtualServices:
 
     def delete(self, virtuals: Collection[VirtualService]) -> None:
         """Deletes virtual services; missing ones are ignored."""
-        requests = [self._service_request(IpvsCommand.IPVS_CMD_DEL_SERVICE, v) for v in virtuals]
+        requests = [IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, v) for v in virtuals]
         self._client.apply(requests, ALREADY_ABSENT_ERRNOS[IpvsCommand.IPVS_CMD_DEL_SERVICE])
         self.change_count += len(requests)
         for virtual in virtuals:
@@ -214,25 +199,18 @@ class VirtualServices:
         """
         flows_by_family: dict[int, int] = {}
         for virtual, cut_servers in _by_service(cuts).items():
-            statuses = self._client.list_servers(VirtualServiceKey(*virtual))
-            flows = sum(
-                status.active_conns + status.inactive_conns
-                for status in statuses
-                if RealServer(*status.server) in cut_servers
-            )
-            family = family_of(virtual.address)
-            flows_by_family[family] = flows_by_family.get(family, 0) + flows
+            statuses = self._client.list_servers(virtual)
+            flows = sum(status.connections for status in statuses if status.server in cut_servers)
+            flows_by_family[virtual.family] = flows_by_family.get(virtual.family, 0) + flows
         return flows_by_family
 
-    def _apply_requests(
-        self, requests: Mapping[VirtualService, Sequence[ipvs.IpvsRequest]]
-    ) -> dict[VirtualService, str]:
+    def _apply_requests(self, requests: Mapping[VirtualService, Sequence[IpvsRequest]]) -> dict[VirtualService, str]:
         """Executes requests. Returns the errors of the refused ones. A request that failed because
         of a missing scheduler is retried at once with a replacement.
         """
         pairs = [(virtual, request) for virtual, service_requests in requests.items() for request in service_requests]
         codes = self._client.try_apply([request for _, request in pairs])
-        failures: dict[VirtualService, list[tuple[ipvs.IpvsRequest, int]]] = {}
+        failures: dict[VirtualService, list[tuple[IpvsRequest, int]]] = {}
         for (virtual, request), code in zip(pairs, codes, strict=True):
             if code and code not in ALREADY_ABSENT_ERRNOS.get(request.command, ()):
                 failures.setdefault(virtual, []).append((request, code))
@@ -241,14 +219,13 @@ class VirtualServices:
         refused = {v: _error_text(*service_requests[0]) for v, service_requests in failures.items() if v not in retries}
         return refused | self._apply_requests(retries) if retries else refused
 
-    def _addition_requests(self, changes: Changes) -> Iterator[tuple[VirtualService, list[ipvs.IpvsRequest]]]:
+    def _addition_requests(self, changes: Changes) -> Iterator[tuple[VirtualService, list[IpvsRequest]]]:
         """Requests by virtual service."""
         cuts = _by_service(changes.udp_cuts)
         for virtual, pool in changes.new_pools.items():
             requests = [self._service_request(IpvsCommand.IPVS_CMD_NEW_SERVICE, virtual, pool)]
             requests += [
-                _server_request(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, server, weight)
-                for server, weight in pool.servers
+                IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, server, weight) for server, weight in pool.servers
             ]
             yield virtual, requests
         for virtual, (old, new) in changes.changed_pools.items():
@@ -257,48 +234,44 @@ class VirtualServices:
         for virtual, servers in cuts.items():
             yield virtual, list(self._delete_draining(virtual, servers))
 
-    def _delete_draining(self, virtual: VirtualService, servers: set[RealServer]) -> Iterator[ipvs.IpvsRequest]:
+    def _delete_draining(self, virtual: VirtualService, servers: set[RealServer]) -> Iterator[IpvsRequest]:
         """Deletes those of these real servers at once that are draining."""
         draining = self._draining.get(virtual, set())
         for server in servers & draining:
-            yield _server_request(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, server)
+            yield IpvsRequest(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, server)
         draining -= servers
 
-    def _update_requests(self, virtual: VirtualService, old: ServerPool, new: ServerPool) -> Iterator[ipvs.IpvsRequest]:
+    def _update_requests(self, virtual: VirtualService, old: ServerPool, new: ServerPool) -> Iterator[IpvsRequest]:
         """Adds new real servers before it drains the removed ones."""
         draining = self._draining.setdefault(virtual, set())
         old_weights, new_weights = dict(old.servers), dict(new.servers)
         for server, weight in new.servers:
             # A real server that is still draining exists in IPVS: NEW_DEST would fail with EEXIST.
             if server not in old_weights and server not in draining:
-                yield _server_request(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, server, weight)
+                yield IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, server, weight)
             elif server in draining or old_weights[server] != weight:
-                yield _server_request(IpvsCommand.IPVS_CMD_SET_DEST, virtual, server, weight)
+                yield IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, virtual, server, weight)
                 draining.discard(server)
         for server in (old_weights.keys() | draining) - new_weights.keys():
             if server not in draining or old_weights.get(server):
-                yield _server_request(IpvsCommand.IPVS_CMD_SET_DEST, virtual, server, 0)
+                yield IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, virtual, server, 0)
                 draining.add(server)
         if not draining:
             del self._draining[virtual]
         if self._schedulers.settings(old) != self._schedulers.settings(new):
             yield self._service_request(IpvsCommand.IPVS_CMD_SET_SERVICE, virtual, new)
 
-    def _service_request(
-        self, command: IpvsCommand, virtual: VirtualService, pool: ServerPool | None = None
-    ) -> ipvs.IpvsRequest:
-        settings = None if pool is None else self._schedulers.settings(pool)
-        return ipvs.IpvsRequest(command, VirtualServiceKey(*virtual), settings)
+    def _service_request(self, command: IpvsCommand, virtual: VirtualService, pool: ServerPool) -> IpvsRequest:
+        return IpvsRequest(command, virtual, settings=self._schedulers.settings(pool))
 
     def remove_drained(self) -> None:
         """Deletes drained real servers that have no connections left."""
         requests = []
         for virtual, servers in list(self._draining.items()):
-            for status in self._client.list_servers(VirtualServiceKey(*virtual)):
-                server = RealServer(*status.server)
-                if server in servers and not status.active_conns and not status.inactive_conns:
-                    requests.append(_server_request(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, server))
-                    servers.discard(server)
+            for status in self._client.list_servers(virtual):
+                if status.server in servers and not status.connections:
+                    requests.append(IpvsRequest(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, status.server))
+                    servers.discard(status.server)
             if not servers:
                 del self._draining[virtual]
         self._client.apply(requests, ALREADY_ABSENT_ERRNOS[IpvsCommand.IPVS_CMD_DEL_DEST])
@@ -321,11 +294,5 @@ def _open_ipvs() -> IpvsClient:
     return IpvsClient()
 
 
-def _error_text(request: ipvs.IpvsRequest, code: int) -> str:
+def _error_text(request: IpvsRequest, code: int) -> str:
     return str(KernelError(f"cannot {request}", "IPVS", os.strerror(code), code))
-
-
-def _server_request(
-    command: IpvsCommand, virtual: VirtualService, server: RealServer, weight: int = 0
-) -> ipvs.IpvsRequest:
-    return ipvs.IpvsRequest(command, VirtualServiceKey(*virtual), None, RealServerKey(*server), weight)

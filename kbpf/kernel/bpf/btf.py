@@ -3,6 +3,7 @@
 
 import ctypes
 from collections.abc import Iterator
+from ctypes import c_char_p, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import Any, Final, Self
 
@@ -50,7 +51,7 @@ class Btf:
             return 0
         # struct btf_type (name, info, size), and for each member struct btf_member (name, type,
         # offset). The offset has the size of a bit field in its upper eight bits.
-        words = ctypes.cast(lib.btf__type_by_id(self._handle, type_id), ctypes.POINTER(ctypes.c_uint32))
+        words = ctypes.cast(lib.btf__type_by_id(self._handle, type_id), ctypes.POINTER(c_uint32))
         for index in range(3, 3 + 3 * (words[1] & _VLEN_MASK), 3):
             if lib.btf__name_by_offset(self._handle, words[index]) == member_name.encode():
                 return int(words[index + 2]) & _BIT_OFFSET_MASK
@@ -74,12 +75,12 @@ class Btf:
 
 class _BtfInfo(ctypes.Structure):
     _fields_ = (
-        ("btf", ctypes.c_uint64),
-        ("btf_size", ctypes.c_uint32),
-        ("id", ctypes.c_uint32),
-        ("name", ctypes.c_uint64),
-        ("name_len", ctypes.c_uint32),
-        ("kernel_btf", ctypes.c_uint32),
+        ("btf", c_uint64),
+        ("btf_size", c_uint32),
+        ("id", c_uint32),
+        ("name", c_uint64),
+        ("name_len", c_uint32),
+        ("kernel_btf", c_uint32),
     )
 
 
@@ -87,7 +88,7 @@ def open_modules() -> Iterator[tuple[str, int, syscalls.Fd]]:
     """Yields name, id and descriptor of the BTF of each loaded module; the caller closes the
     descriptors. Raises KernelError without CAP_SYS_ADMIN.
     """
-    next_id = ctypes.c_uint32(0)
+    next_id = c_uint32(0)
     while _lib().bpf_btf_get_next_id(next_id.value, ctypes.byref(next_id)) == 0:
         number = _lib().bpf_btf_get_fd_by_id(next_id.value)
         fd = syscalls.Fd(syscalls.check(number, "cannot open the BTF of a module", "", "it needs CAP_SYS_ADMIN"))
@@ -100,16 +101,16 @@ def open_modules() -> Iterator[tuple[str, int, syscalls.Fd]]:
 @cache
 def _lib() -> Any:
     lib = syscalls.lib()
-    lib.btf__load_vmlinux_btf.restype = ctypes.c_void_p
-    lib.btf__load_from_kernel_by_id_split.argtypes = (ctypes.c_uint32, ctypes.c_void_p)
-    lib.btf__load_from_kernel_by_id_split.restype = ctypes.c_void_p
-    lib.btf__find_by_name_kind.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint32)
-    lib.btf__type_by_id.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
-    lib.btf__type_by_id.restype = ctypes.c_void_p
-    lib.btf__name_by_offset.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
-    lib.btf__name_by_offset.restype = ctypes.c_char_p
-    lib.btf__resolve_size.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
-    lib.btf__resolve_size.restype = ctypes.c_int64
-    lib.btf__free.argtypes = (ctypes.c_void_p,)
+    lib.btf__load_vmlinux_btf.restype = c_void_p
+    lib.btf__load_from_kernel_by_id_split.argtypes = (c_uint32, c_void_p)
+    lib.btf__load_from_kernel_by_id_split.restype = c_void_p
+    lib.btf__find_by_name_kind.argtypes = (c_void_p, c_char_p, c_uint32)
+    lib.btf__type_by_id.argtypes = (c_void_p, c_uint32)
+    lib.btf__type_by_id.restype = c_void_p
+    lib.btf__name_by_offset.argtypes = (c_void_p, c_uint32)
+    lib.btf__name_by_offset.restype = c_char_p
+    lib.btf__resolve_size.argtypes = (c_void_p, c_uint32)
+    lib.btf__resolve_size.restype = c_int64
+    lib.btf__free.argtypes = (c_void_p,)
     lib.btf__free.restype = None
     return lib

@@ -23,7 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos, KernelError
 from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.bpf.uapi import (
     TCA_BPF_FD,
@@ -243,11 +243,8 @@ class ClsactFilters:
         self._netlink.request(uapi.RTM_NEWTFILTER, body, uapi.NLM_F_CREATE | flags)
 
     def _delete(self, ifindex: int, direction: Direction, filter_: Filter) -> None:
-        try:
+        with IgnoredErrnos(errno.ENOENT):
             self._netlink.request(uapi.RTM_DELTFILTER, _pack_header(ifindex, direction, filter_))
-        except KernelError as error:
-            if error.errno != errno.ENOENT:
-                raise
 
     # ---- qdiscs ----------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ differs between kernels, which describe it in their BTF.
 
 import os
 import re
-import struct
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -25,6 +24,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.bpf import probe
 from kbpf.kernel.bpf.btf import BTF_KIND_TYPEDEF, Btf
 from kbpf.kernel.bpf.objects import Map
+from kbpf.kernel.bpf.syscalls import encode_insns
 from kbpf.kernel.bpf.uapi import (
     BPF_CGROUP_INET4_CONNECT,
     BPF_F_NO_PREALLOC,
@@ -73,13 +73,12 @@ def probe_kernel_sockets() -> Probe:
 
 def probe_read() -> Probe:
     """Whether connect hooks may read the kernel's memory: not with lockdown=confidentiality."""
-    insns = (
+    body = encode_insns(
         (0xBF, 0xA1, 0, 0),  # r1 = r10
         (0x07, 0x01, 0, -8),  # r1 -= 8
         (0xB7, 0x02, 0, 8),  # r2 = 8
         (0xB7, 0x03, 0, 0),  # r3 = 0
     )
-    body = b"".join(struct.pack("=BBhi", *insn) for insn in insns)
     return probe.probe_program(
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
         BPF_CGROUP_INET4_CONNECT,
@@ -214,7 +213,7 @@ def probe_tracepoint(name: str) -> Probe:
         replacements()
         type_id = find_tracepoint(name)
         with Map.create(BPF_MAP_TYPE_SK_STORAGE, "kbpf_probe", 4, 8, 0, BPF_F_NO_PREALLOC) as storage:
-            insns = (
+            body = encode_insns(
                 (0x79, 1 << 4 | 1, 0, 0),  # r1 = *(u64 *)(r1 + 0): the socket
                 (0xBF, 1 << 4 | 2, 0, 0),  # r2 = r1
                 (0x18, BPF_PSEUDO_MAP_FD << 4 | 1, 0, storage.fd),  # r1 = the map
@@ -222,7 +221,6 @@ def probe_tracepoint(name: str) -> Probe:
                 (0xB7, 3, 0, 0),  # r3 = 0
                 (0xB7, 4, 0, 0),  # r4 = 0
             )
-            body = b"".join(struct.pack("=BBhi", *insn) for insn in insns)
             return probe.probe_program(
                 BPF_PROG_TYPE_TRACING, BPF_TRACE_RAW_TP, body + probe.encode_call(BPF_FUNC_sk_storage_get), type_id
             )

@@ -5,7 +5,6 @@ A call names its function by an id in the BTF of the kernel or of the module tha
 module by the descriptor of its BTF. The compiled program has placeholders instead.
 """
 
-import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Final, NamedTuple
@@ -13,6 +12,7 @@ from typing import Final, NamedTuple
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import btf, probe
 from kbpf.kernel.bpf.btf import BTF_KIND_FUNC, Btf
+from kbpf.kernel.bpf.syscalls import encode_insns
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import modules
 
@@ -86,7 +86,7 @@ def probe_conntrack() -> Probe:
 def _encode_kfunc_call(sources: list[Btf], name: str) -> bytes:
     for index, source in enumerate(sources):
         if function_id := source.find(name, BTF_KIND_FUNC):
-            return struct.pack("=BBhi", 0x85, BPF_PSEUDO_KFUNC_CALL << 4, index, function_id)
+            return encode_insns((0x85, BPF_PSEUDO_KFUNC_CALL << 4, index, function_id))
     raise KernelError(f"the kernel has no {name}() for programs, or no BTF of its module")
 
 

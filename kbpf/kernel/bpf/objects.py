@@ -8,10 +8,11 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from ctypes import c_int, c_size_t, c_uint32, c_uint64
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import sock_storage, syscalls
@@ -145,7 +146,7 @@ class Map(syscalls.Fd):
 
     def _write(self, key: bytes | None, value: bytes, flags: int, expected_errno: int | None = None) -> bool:
         """Returns False if the kernel refuses with the expected errno."""
-        result = syscalls.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(flags))
+        result = syscalls.lib().bpf_map_update_elem(self.fd, key, value, c_uint64(flags))
         if expected_errno is not None and result == -expected_errno:
             return False
         self._check_write(result)
@@ -177,55 +178,53 @@ class Map(syscalls.Fd):
         syscalls.check(result, "cannot look up and delete", f"map {self.name}")
         return out.raw
 
-    def update_batch(self, keys: bytes, values: bytes) -> int:
-        """Writes all entries, concatenated in `keys` and `values`; returns the number of calls."""
-        total, calls = len(keys) // self.key_size, 0
+    def update_batch(self, keys: bytes, values: bytes) -> None:
+        """Writes all entries, concatenated in `keys` and `values`."""
         opts = syscalls.BatchOpts()
-        for start in range(0, total, BATCH_SIZE):
-            n = min(BATCH_SIZE, total - start)
-            count = ctypes.c_uint32(n)
-            k = keys[start * self.key_size : (start + n) * self.key_size]
-            v = values[start * self.value_size : (start + n) * self.value_size]
+        for start in range(0, len(keys) // self.key_size, BATCH_SIZE):
+            k = keys[start * self.key_size : (start + BATCH_SIZE) * self.key_size]
+            v = values[start * self.value_size : (start + BATCH_SIZE) * self.value_size]
+            count = c_uint32(len(k) // self.key_size)
             result = syscalls.lib().bpf_map_update_batch(self.fd, k, v, ctypes.byref(count), ctypes.byref(opts))
-            calls += 1
             if result == -ENOTSUPP:
-                for key, value in self._pairs(k, v, n):
+                for key, value in self.split(k, v):
                     self.update(key, value)
-                    calls += 1
             else:
                 self._check_write(result)
-        return calls
 
-    def delete_batch(self, keys: bytes) -> int:
-        """Deletes all keys; absent keys are ignored. Returns the number of calls."""
-        total, start, calls = len(keys) // self.key_size, 0, 0
+    def delete_batch(self, keys: bytes) -> None:
+        """Deletes all keys; absent keys are ignored."""
+        total, start = len(keys) // self.key_size, 0
         opts = syscalls.BatchOpts()
         while start < total:
-            count = ctypes.c_uint32(min(BATCH_SIZE, total - start))
+            count = c_uint32(min(BATCH_SIZE, total - start))
             k = keys[start * self.key_size : (start + count.value) * self.key_size]
             result = syscalls.lib().bpf_map_delete_batch(self.fd, k, ctypes.byref(count), ctypes.byref(opts))
-            calls += 1
             if result == -ENOTSUPP:
                 for i in range(start, total):
                     self.delete(keys[i * self.key_size : (i + 1) * self.key_size])
-                return calls + total - start
+                return
             start += count.value  # the kernel has set it to the number of deleted entries
             if result == -errno.ENOENT:
                 start += 1  # the batch stops at an absent key: continue after it
             else:
                 syscalls.check(result, "cannot delete", f"map {self.name}")
-        return calls
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         """Yields all entries, read in batches; an entry may occur twice if it is written
-        meanwhile. For socket storage the key is the first eight bytes of the value, where programs
-        write the socket's cookie.
+        meanwhile.
+        """
+        for keys, values in self.batches():
+            yield from self.split(keys, values)
+
+    def split(self, keys: bytes, values: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yields the entries of a batch. For socket storage the key is the first eight bytes of the
+        value, where programs write the socket's cookie.
         """
         ks, vs = self.key_size, self.value_size
-        for keys, values in self.batches():
-            for i in range(len(values) // vs):
-                value = values[i * vs : (i + 1) * vs]
-                yield keys[i * ks : (i + 1) * ks] or value[:8], value
+        for i in range(len(values) // vs):
+            value = values[i * vs : (i + 1) * vs]
+            yield keys[i * ks : (i + 1) * ks] or value[:8], value
 
     def batches(self) -> Iterator[tuple[bytes, bytes]]:
         """Yields (keys, values) of many entries at a time, concatenated; keys are b"" for socket
@@ -258,7 +257,7 @@ class Map(syscalls.Fd):
         while result == -errno.ENOSPC:  # one bucket has more entries than fit into the buffers
             keys = ctypes.create_string_buffer(capacity * self.key_size)
             values = ctypes.create_string_buffer(capacity * self.value_size)
-            count = ctypes.c_uint32(capacity)
+            count = c_uint32(capacity)
             result = syscalls.lib().bpf_map_lookup_batch(
                 self.fd, cursor, next_cursor, keys, values, ctypes.byref(count), ctypes.byref(opts)
             )
@@ -279,12 +278,6 @@ class Map(syscalls.Fd):
             value = self.lookup(key)
             if value is not None:
                 yield key, value
-
-    def _pairs(self, keys: Any, values: Any, n: int) -> Iterator[tuple[bytes, bytes]]:
-        ks, vs = self.key_size, self.value_size
-        k, v = bytes(memoryview(keys)[: n * ks]), bytes(memoryview(values)[: n * vs])
-        for i in range(n):
-            yield k[i * ks : (i + 1) * ks], v[i * vs : (i + 1) * vs]
 
 
 @lru_cache(maxsize=1)
@@ -311,7 +304,7 @@ class Program(syscalls.Fd):
         # A signal during verification ends it with EAGAIN: libbpf tries up to `attempts` times.
         opts = syscalls.ProgLoadOpts(attempts=5, expected_attach_type=attach_type, attach_btf_id=attach_btf_id)
         if btf_fds:
-            fd_array = (ctypes.c_int * len(btf_fds))(*btf_fds)
+            fd_array = (c_int * len(btf_fds))(*btf_fds)
             opts.fd_array = ctypes.addressof(fd_array)
 
         def attempt() -> int:
@@ -321,7 +314,7 @@ class Program(syscalls.Fd):
                     name[:MAX_NAME_LENGTH].encode(),
                     LICENSE,
                     insns,
-                    ctypes.c_size_t(len(insns) // 8),
+                    c_size_t(len(insns) // 8),
                     ctypes.byref(opts),
                 )
             )
@@ -342,7 +335,7 @@ class Program(syscalls.Fd):
         raise AssertionError("unreachable")
 
     def read_info(self) -> "ProgramInfo":
-        ids = (ctypes.c_uint32 * 64)()
+        ids = (c_uint32 * 64)()
         info = syscalls.RawProgInfo(nr_map_ids=64, map_ids=ctypes.addressof(ids))
         syscalls.read_info(self.fd, info, f"program {self.name}")
         return ProgramInfo(
@@ -421,20 +414,25 @@ def open_map_by_id(map_id: int) -> Map:
     return Map(fd, str(map_id))
 
 
-def open_program_by_id(program_id: int, name: str = "") -> Program:
+def open_program_by_id(program_id: int) -> Program:
     fd = syscalls.check(
         syscalls.lib().bpf_prog_get_fd_by_id(program_id),
         "cannot open the program with this id",
         str(program_id),
     )
-    return Program(fd, name or str(program_id))
+    return Program(fd, str(program_id))
+
+
+def read_program_info(program_id: int) -> ProgramInfo:
+    with open_program_by_id(program_id) as program:
+        return program.read_info()
 
 
 def list_attached(cgroup_fd: int, attach_type: int) -> tuple[int, ...]:
     """Ids of the programs attached to this cgroup itself, in the order in which they run."""
-    ids = (ctypes.c_uint32 * 64)()
-    count = ctypes.c_uint32(64)
-    flags = ctypes.c_uint32(0)
+    ids = (c_uint32 * 64)()
+    count = c_uint32(64)
+    flags = c_uint32(0)
     syscalls.check(
         syscalls.lib().bpf_prog_query(cgroup_fd, attach_type, 0, ctypes.byref(flags), ids, ctypes.byref(count)),
         "cannot query the cgroup",

@@ -9,7 +9,6 @@ import errno
 import gzip
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,13 +17,14 @@ from typing import Final
 from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.bpf import syscalls, uapi
 from kbpf.kernel.bpf.objects import Link, Map, Program
+from kbpf.kernel.bpf.syscalls import encode_insns
 from kbpf.kernel.net import sock_diag
 from kbpf.kernel.net.uapi import SO_COOKIE
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import cgroups, netns
 
-# An instruction is opcode, registers (source << 4 | destination), offset and immediate.
-RETURN_1: Final = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
+DIFFERENT_VALUE: Final = Probe(False, "the value read differs from the one written")
+RETURN_1: Final = encode_insns((0xB7, 0, 0, 1), (0x95, 0, 0, 0))
 """r0 = 1; exit."""
 
 
@@ -42,12 +42,12 @@ MEMLOCK_CAPABILITIES: Final = {"CAP_SYS_RESOURCE": 24}
 
 def encode_call(helper_id: int) -> bytes:
     """Encodes the instruction that calls a helper."""
-    return struct.pack("=BBhi", 0x85, 0, 0, helper_id)
+    return encode_insns((0x85, 0, 0, helper_id))
 
 
 def encode_r0(value: int) -> bytes:
     """Encodes the instruction `r0 = value`."""
-    return struct.pack("=BBhi", 0xB7, 0, 0, value)
+    return encode_insns((0xB7, 0, 0, value))
 
 
 def _probe_from_error(error: KernelError) -> Probe:
@@ -75,20 +75,15 @@ def probe_helper(program_type: int, attach_type: int, helper_id: int, *arguments
     0).
     """
     # r1 holds a pointer at the start, and the verifier rejects arguments that were never written.
-    set_arguments = b"".join(
-        struct.pack("=BBhi", 0xB7, register, 0, argument)
-        for register, argument in enumerate(arguments or (0,), start=1)
+    set_arguments = encode_insns(
+        *((0xB7, register, 0, argument) for register, argument in enumerate(arguments or (0,), start=1))
     )
     return probe_program(program_type, attach_type, set_arguments + encode_call(helper_id))
 
 
 def missing_capabilities(status: str | None = None) -> tuple[str, ...]:
-    """The names in CAPABILITIES that this process lacks; `status` is the text of
-    /proc/self/status.
-    """
-    text = Path("/proc/self/status").read_text() if status is None else status
-    fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
-    cap_eff = int(fields.get("CapEff", "0"), 16)
+    """The names in CAPABILITIES that this process lacks. `status`: see read_capabilities()."""
+    cap_eff = syscalls.read_capabilities(status)
     required = CAPABILITIES | (MEMLOCK_CAPABILITIES if syscalls.memlock_limit() is not None else {})
     return tuple(name for name, bit in required.items() if not cap_eff >> bit & 1)
 
@@ -101,10 +96,7 @@ def probe_map(map_type: int, flags: int = 0) -> Probe:
             value = map_.lookup(bytes(4))
     except KernelError as error:
         return _probe_from_error(error)
-    return Probe(
-        value == bytes(8),
-        "" if value == bytes(8) else "the value read differs from the one written",
-    )
+    return Probe(True) if value == bytes(8) else DIFFERENT_VALUE
 
 
 def probe_sk_storage(iterate: bool = False) -> Probe:
@@ -121,10 +113,7 @@ def probe_sk_storage(iterate: bool = False) -> Probe:
             values = [value for _, value in map_.items()] if iterate else [map_.lookup(key)]
     except KernelError as error:
         return _probe_from_error(error)
-    return Probe(
-        values == [b"kept-8by"],
-        "" if values == [b"kept-8by"] else "the value read differs from the one written",
-    )
+    return Probe(True) if values == [b"kept-8by"] else DIFFERENT_VALUE
 
 
 def probe_map_batch() -> Probe:
@@ -135,7 +124,7 @@ def probe_map_batch() -> Probe:
             count = len(dict(map_.items()))
     except KernelError as error:
         return _probe_from_error(error)
-    return Probe(count == 2, "" if count == 2 else f"{count} of 2 entries read")
+    return Probe(True) if count == 2 else Probe(False, f"{count} of 2 entries read")
 
 
 def probe_cgroup_link(parent: Path, program_type: int, attach_type: int) -> Probe:

@@ -73,19 +73,14 @@ def _read_chunk(iterator_fd: int) -> bytes:
 
 def _open_iterator(map_fd: int, size: int) -> int:
     where = "iterator of a socket storage"
-    program_fd = _load_iterator(size)
-    try:
+    with syscalls.Fd(_load_iterator(size)) as program:
         info = (ctypes.c_uint32 * 4)(map_fd)  # union bpf_iter_link_info
         opts = syscalls.LinkCreateOpts(iter_info=ctypes.addressof(info), iter_info_len=4)
         link_fd = syscalls.check(
-            syscalls.lib().bpf_link_create(program_fd, 0, BPF_TRACE_ITER, ctypes.byref(opts)), "cannot link", where
+            syscalls.lib().bpf_link_create(program.fd, 0, BPF_TRACE_ITER, ctypes.byref(opts)), "cannot link", where
         )
-    finally:
-        os.close(program_fd)
-    try:
-        return syscalls.check(syscalls.lib().bpf_iter_create(link_fd), "cannot open", where)
-    finally:
-        os.close(link_fd)
+    with syscalls.Fd(link_fd) as link:
+        return syscalls.check(syscalls.lib().bpf_iter_create(link.fd), "cannot open", where)
 
 
 @lru_cache(maxsize=1)
@@ -101,19 +96,16 @@ def _iterator_btf_id() -> int:
 
 def _load_iterator(size: int) -> int:
     """Loads the program that the kernel calls for each value; it writes the value to the reader."""
-    insns = b"".join(
-        struct.pack("=BBhi", *insn)
-        for insn in (
-            (0x79, 0x16, 24, 0),  # r6 = ctx->value
-            (0x15, 0x06, 5, 0),  # NULL at the end of the iteration
-            (0x79, 0x11, 0, 0),  # r1 = ctx->meta
-            (0x79, 0x11, 0, 0),  # r1 = meta->seq
-            (0xBF, 0x62, 0, 0),  # r2 = value
-            (0xB7, 0x03, 0, size),
-            (0x85, 0, 0, BPF_FUNC_seq_write),
-            (0xB7, 0, 0, 0),
-            (0x95, 0, 0, 0),
-        )
+    insns = syscalls.encode_insns(
+        (0x79, 0x16, 24, 0),  # r6 = ctx->value
+        (0x15, 0x06, 5, 0),  # NULL at the end of the iteration
+        (0x79, 0x11, 0, 0),  # r1 = ctx->meta
+        (0x79, 0x11, 0, 0),  # r1 = meta->seq
+        (0xBF, 0x62, 0, 0),  # r2 = value
+        (0xB7, 0x03, 0, size),
+        (0x85, 0, 0, BPF_FUNC_seq_write),
+        (0xB7, 0, 0, 0),
+        (0x95, 0, 0, 0),
     )
     opts = syscalls.ProgLoadOpts(attempts=5, expected_attach_type=BPF_TRACE_ITER, attach_btf_id=_iterator_btf_id())
     fd = syscalls.lib().bpf_prog_load(

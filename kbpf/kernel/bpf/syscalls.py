@@ -10,6 +10,8 @@ import errno
 import os
 import re
 import resource
+import struct
+from ctypes import c_char, c_char_p, c_int, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Self
@@ -34,121 +36,121 @@ class _Opts(ctypes.Structure):
 
 class MapCreateOpts(_Opts):
     _fields_ = (
-        ("sz", ctypes.c_size_t),
-        ("btf_fd", ctypes.c_uint32),
-        ("btf_key_type_id", ctypes.c_uint32),
-        ("btf_value_type_id", ctypes.c_uint32),
-        ("btf_vmlinux_value_type_id", ctypes.c_uint32),
-        ("inner_map_fd", ctypes.c_uint32),
-        ("map_flags", ctypes.c_uint32),
-        ("map_extra", ctypes.c_uint64),
-        ("numa_node", ctypes.c_uint32),
-        ("map_ifindex", ctypes.c_uint32),
+        ("sz", c_size_t),
+        ("btf_fd", c_uint32),
+        ("btf_key_type_id", c_uint32),
+        ("btf_value_type_id", c_uint32),
+        ("btf_vmlinux_value_type_id", c_uint32),
+        ("inner_map_fd", c_uint32),
+        ("map_flags", c_uint32),
+        ("map_extra", c_uint64),
+        ("numa_node", c_uint32),
+        ("map_ifindex", c_uint32),
     )
 
 
 class ProgLoadOpts(_Opts):
     _fields_ = (
-        ("sz", ctypes.c_size_t),
-        ("attempts", ctypes.c_int),
-        ("expected_attach_type", ctypes.c_int),
-        ("prog_btf_fd", ctypes.c_uint32),
-        ("prog_flags", ctypes.c_uint32),
-        ("prog_ifindex", ctypes.c_uint32),
-        ("kern_version", ctypes.c_uint32),
-        ("attach_btf_id", ctypes.c_uint32),
-        ("attach_prog_fd", ctypes.c_uint32),
-        ("attach_btf_obj_fd", ctypes.c_uint32),
-        ("fd_array", ctypes.c_void_p),
-        ("func_info", ctypes.c_void_p),
-        ("func_info_cnt", ctypes.c_uint32),
-        ("func_info_rec_size", ctypes.c_uint32),
-        ("line_info", ctypes.c_void_p),
-        ("line_info_cnt", ctypes.c_uint32),
-        ("line_info_rec_size", ctypes.c_uint32),
-        ("log_level", ctypes.c_uint32),
-        ("log_size", ctypes.c_uint32),
-        ("log_buf", ctypes.c_void_p),
+        ("sz", c_size_t),
+        ("attempts", c_int),
+        ("expected_attach_type", c_int),
+        ("prog_btf_fd", c_uint32),
+        ("prog_flags", c_uint32),
+        ("prog_ifindex", c_uint32),
+        ("kern_version", c_uint32),
+        ("attach_btf_id", c_uint32),
+        ("attach_prog_fd", c_uint32),
+        ("attach_btf_obj_fd", c_uint32),
+        ("fd_array", c_void_p),
+        ("func_info", c_void_p),
+        ("func_info_cnt", c_uint32),
+        ("func_info_rec_size", c_uint32),
+        ("line_info", c_void_p),
+        ("line_info_cnt", c_uint32),
+        ("line_info_rec_size", c_uint32),
+        ("log_level", c_uint32),
+        ("log_size", c_uint32),
+        ("log_buf", c_void_p),
     )
 
 
 class LinkCreateOpts(_Opts):
     _fields_ = (
-        ("sz", ctypes.c_size_t),
-        ("flags", ctypes.c_uint32),
-        ("target_btf_id", ctypes.c_uint32),
-        ("iter_info", ctypes.c_void_p),
-        ("iter_info_len", ctypes.c_uint32),
+        ("sz", c_size_t),
+        ("flags", c_uint32),
+        ("target_btf_id", c_uint32),
+        ("iter_info", c_void_p),
+        ("iter_info_len", c_uint32),
     )
 
 
 class TestRunOpts(_Opts):
     _fields_ = (
-        ("sz", ctypes.c_size_t),
-        ("data_in", ctypes.c_char_p),
-        ("data_out", ctypes.c_void_p),
-        ("data_size_in", ctypes.c_uint32),
-        ("data_size_out", ctypes.c_uint32),
-        ("ctx_in", ctypes.c_char_p),
-        ("ctx_out", ctypes.c_void_p),
-        ("ctx_size_in", ctypes.c_uint32),
-        ("ctx_size_out", ctypes.c_uint32),
-        ("retval", ctypes.c_uint32),
-        ("repeat", ctypes.c_int),
-        ("duration", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("cpu", ctypes.c_uint32),
-        ("batch_size", ctypes.c_uint32),
+        ("sz", c_size_t),
+        ("data_in", c_char_p),
+        ("data_out", c_void_p),
+        ("data_size_in", c_uint32),
+        ("data_size_out", c_uint32),
+        ("ctx_in", c_char_p),
+        ("ctx_out", c_void_p),
+        ("ctx_size_in", c_uint32),
+        ("ctx_size_out", c_uint32),
+        ("retval", c_uint32),
+        ("repeat", c_int),
+        ("duration", c_uint32),
+        ("flags", c_uint32),
+        ("cpu", c_uint32),
+        ("batch_size", c_uint32),
     )
 
 
 class BatchOpts(_Opts):
     _fields_ = (
-        ("sz", ctypes.c_size_t),
-        ("elem_flags", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
+        ("sz", c_size_t),
+        ("elem_flags", c_uint64),
+        ("flags", c_uint64),
     )
 
 
 class RawMapInfo(ctypes.Structure):
     _fields_ = (
-        ("type", ctypes.c_uint32),
-        ("id", ctypes.c_uint32),
-        ("key_size", ctypes.c_uint32),
-        ("value_size", ctypes.c_uint32),
-        ("max_entries", ctypes.c_uint32),
-        ("map_flags", ctypes.c_uint32),
-        ("name", ctypes.c_char * 16),
+        ("type", c_uint32),
+        ("id", c_uint32),
+        ("key_size", c_uint32),
+        ("value_size", c_uint32),
+        ("max_entries", c_uint32),
+        ("map_flags", c_uint32),
+        ("name", c_char * 16),
     )
 
 
 class RawProgInfo(ctypes.Structure):
     _fields_ = (
-        ("type", ctypes.c_uint32),
-        ("id", ctypes.c_uint32),
-        ("tag", ctypes.c_uint8 * 8),
-        ("jited_prog_len", ctypes.c_uint32),
-        ("xlated_prog_len", ctypes.c_uint32),
-        ("jited_prog_insns", ctypes.c_uint64),
-        ("xlated_prog_insns", ctypes.c_uint64),
-        ("load_time", ctypes.c_uint64),
-        ("created_by_uid", ctypes.c_uint32),
-        ("nr_map_ids", ctypes.c_uint32),
-        ("map_ids", ctypes.c_uint64),
-        ("name", ctypes.c_char * 16),
+        ("type", c_uint32),
+        ("id", c_uint32),
+        ("tag", c_uint8 * 8),
+        ("jited_prog_len", c_uint32),
+        ("xlated_prog_len", c_uint32),
+        ("jited_prog_insns", c_uint64),
+        ("xlated_prog_insns", c_uint64),
+        ("load_time", c_uint64),
+        ("created_by_uid", c_uint32),
+        ("nr_map_ids", c_uint32),
+        ("map_ids", c_uint64),
+        ("name", c_char * 16),
     )
 
 
 class RawLinkInfo(ctypes.Structure):
     _fields_ = (
-        ("type", ctypes.c_uint32),
-        ("id", ctypes.c_uint32),
-        ("prog_id", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32),
+        ("type", c_uint32),
+        ("id", c_uint32),
+        ("prog_id", c_uint32),
+        ("pad", c_uint32),
         # A union by link type. For a cgroup link the two below; for TCX ifindex and attach type.
-        ("cgroup_id", ctypes.c_uint64),
-        ("attach_type", ctypes.c_uint32),
-        ("rest", ctypes.c_uint32 * 8),
+        ("cgroup_id", c_uint64),
+        ("attach_type", c_uint32),
+        ("rest", c_uint32 * 8),
     )
 
 
@@ -165,7 +167,7 @@ def lib() -> Any:
 def version() -> str:
     """Returns the version of libbpf. Raises KernelError if it is not installed."""
     text = lib().libbpf_version_string
-    text.restype = ctypes.c_char_p
+    text.restype = c_char_p
     return str(text().decode()).removeprefix("v")
 
 
@@ -191,17 +193,18 @@ def check(result: int, what: str, where: str = "", hint: str = "") -> int:
 
 def is_privileged() -> bool:
     """Whether this process may load programs with the verifier's privileged rules."""
-    bits = _read_capabilities()
+    bits = read_capabilities()
     return bool(bits & _CAP_SYS_ADMIN) or bits & _CAP_PERFMON_BPF == _CAP_PERFMON_BPF
 
 
 def may_open_by_id() -> bool:
     """Whether this process may open programs and maps of other processes by their ids."""
-    return bool(_read_capabilities() & _CAP_SYS_ADMIN)
+    return bool(read_capabilities() & _CAP_SYS_ADMIN)
 
 
-def _read_capabilities() -> int:
-    text = Path("/proc/self/status").read_text()
+def read_capabilities(status: str | None = None) -> int:
+    """The effective capabilities of this process; `status` is the text of /proc/self/status."""
+    text = Path("/proc/self/status").read_text() if status is None else status
     cap_eff = next((line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), "0")
     return int(cap_eff, 16)
 
@@ -219,6 +222,11 @@ def memlock_limit(release: str = "") -> int | None:
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else limit
+
+
+def encode_insns(*insns: tuple[int, int, int, int]) -> bytes:
+    """Encodes instructions: opcode, registers (source << 4 | destination), offset and immediate."""
+    return b"".join(struct.pack("=BBhi", *insn) for insn in insns)
 
 
 class Fd:
@@ -252,7 +260,7 @@ class Fd:
 
 
 def read_info(fd: int, info: ctypes.Structure, where: str) -> None:
-    size = ctypes.c_uint32(ctypes.sizeof(info))
+    size = c_uint32(ctypes.sizeof(info))
     check(
         lib().bpf_obj_get_info_by_fd(fd, ctypes.byref(info), ctypes.byref(size)),
         "cannot read the info",

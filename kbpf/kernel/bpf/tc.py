@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos, KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import (
     DEFAULT_IDENTITY,
@@ -38,6 +38,7 @@ from kbpf.kernel.bpf.clsact import (
     FilterIdentity,
 )
 from kbpf.kernel.bpf.objects import Link, Map, Program
+from kbpf.kernel.bpf.syscalls import encode_insns
 from kbpf.kernel.bpf.uapi import (
     BPF_F_BEFORE,
     BPF_MAP_TYPE_PROG_ARRAY,
@@ -54,9 +55,8 @@ NONEXISTENT_IFINDEX: Final = 0x7FFFFFFF
 _PAIR: Final = struct.Struct("=II")
 _U32: Final = struct.Struct("=I")
 _ZERO: Final = _U32.pack(0)
-_INSN: Final = struct.Struct("=BBhi")
 # r0 = TC_ACT_UNSPEC; exit
-_EXIT: Final = _INSN.pack(0xB7, 0, 0, -1) + _INSN.pack(0x95, 0, 0, 0)
+_EXIT: Final = encode_insns((0xB7, 0, 0, -1), (0x95, 0, 0, 0))
 
 
 class AttachMethod(StrEnum):
@@ -307,13 +307,13 @@ def describe_filter(filter_: Filter) -> str:
 
 def _encode_call(target: Map) -> bytes:
     """A program that continues with program 0 of this prog array."""
-    return (
-        _INSN.pack(0x18, 0x12, 0, target.fd)  # r2 = the map (BPF_PSEUDO_MAP_FD)
-        + _INSN.pack(0, 0, 0, 0)
-        + _INSN.pack(0xB7, 3, 0, 0)  # r3 = 0
-        + _INSN.pack(0x85, 0, 0, BPF_FUNC_tail_call)
-        + _EXIT
+    call = encode_insns(
+        (0x18, 0x12, 0, target.fd),  # r2 = the map (BPF_PSEUDO_MAP_FD)
+        (0, 0, 0, 0),
+        (0xB7, 3, 0, 0),  # r3 = 0
+        (0x85, 0, 0, BPF_FUNC_tail_call),
     )
+    return call + _EXIT
 
 
 def _new_pin(pin: Path) -> Path:
@@ -365,12 +365,9 @@ def _detach_pinned_link(pin: Path) -> None:
 
 def _attached_ids(ifindex: int, attach_type: int) -> tuple[int, ...]:
     """The ids of the TCX programs there, in the order in which they run."""
-    try:
+    with IgnoredErrnos(errno.ENODEV):
         return objects.list_attached(ifindex, attach_type)
-    except KernelError as error:
-        if error.errno == errno.ENODEV:
-            return ()
-        raise
+    return ()
 
 
 def _attach_error(action: str, attachment: Attachment, error: KernelError) -> KernelError:

@@ -15,7 +15,6 @@ from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.bpf.uapi import BPF_F_INGRESS, BPF_PROG_TYPE_SCHED_CLS, BPF_FUNC_clone_redirect
 
-_INSN: Final = struct.Struct("=BBhi")
 _CONTEXT: Final = struct.Struct("=40xI")  # struct __sk_buff up to ifindex
 
 _MAX_FRAME: Final = 1 << 12
@@ -52,11 +51,11 @@ def send(frame: bytes, ifindex: int, direction: Direction) -> None:
     device without such a header gets it without. Raises KernelError.
     """
     flags = BPF_F_INGRESS if direction is Direction.INGRESS else 0
-    code = (
-        _INSN.pack(0xB7, 2, 0, ifindex)  # r2 = ifindex
-        + _INSN.pack(0xB7, 3, 0, flags)  # r3 = flags
-        + _INSN.pack(0x85, 0, 0, BPF_FUNC_clone_redirect)
-        + _INSN.pack(0x95, 0, 0, 0)
+    code = syscalls.encode_insns(
+        (0xB7, 2, 0, ifindex),  # r2 = ifindex
+        (0xB7, 3, 0, flags),  # r3 = flags
+        (0x85, 0, 0, BPF_FUNC_clone_redirect),
+        (0x95, 0, 0, 0),
     )
     with Program.load("kbpf_send", BPF_PROG_TYPE_SCHED_CLS, 0, code) as program:
         run_program(program, frame, ifindex)  # its result is an errno if the frame was dropped

@@ -3,13 +3,14 @@
 
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from typing import Final, TypeGuard
 
 from kbpf.kernel.net import netlink, uapi
 from kbpf.kernel.net.netlink import Message, Notifications, Rtnetlink, parse_attributes, parse_int32
-from kbpf.model.address import V4_PREFIX, Addr, NodeAddresses, family_of, is_link_local6, is_loopback
+from kbpf.model.address import V4_PREFIX, Addr, NodeAddresses, family_of, from_wire, is_link_local6, is_loopback
 from kbpf.model.objects import Cidr
 
 IFADDRMSG: Final = struct.Struct("=BBBBI")
@@ -37,7 +38,7 @@ def local_addresses(*excluded_devices: str) -> NodeAddresses:
     local, subnet_ends = set[Cidr](), set[Addr]()
     for route in filter(_is_local_route, routes):
         attrs = parse_attributes(route.body[RTMSG.size :])
-        address = _parse_address(attrs.get(uapi.RTA_DST, b""))
+        address = from_wire(attrs.get(uapi.RTA_DST, b""))
         if _is_counted(address) and parse_int32(attrs.get(uapi.RTA_OIF)) not in excluded_indexes:
             local.add(Cidr(address, route.body[1] + (96 if family_of(address) == 4 else 0)))
     for message in messages:
@@ -84,7 +85,7 @@ def subnet_of(body: bytes) -> Cidr:
     """
     family, bits, *_ = IFADDRMSG.unpack_from(body)
     peer = parse_attributes(body[IFADDRMSG.size :]).get(uapi.IFA_ADDRESS, b"")
-    address = _parse_address(peer) if family == socket.AF_INET else address_of(body)
+    address = from_wire(peer) if family == socket.AF_INET else address_of(body)
     shift = (32 if family == socket.AF_INET else 128) - bits
     number = int.from_bytes(address or b"") >> shift << shift
     return Cidr(Addr(number.to_bytes(16)), 128 - shift)
@@ -94,13 +95,15 @@ def address_of(body: bytes) -> Addr | None:
     """The address in an RTM_NEWADDR message."""
     attrs = parse_attributes(body[IFADDRMSG.size :])
     # On a point-to-point device IFA_ADDRESS is the peer's. IPv6 has IFA_LOCAL only there.
-    return _parse_address(attrs.get(uapi.IFA_LOCAL, attrs.get(uapi.IFA_ADDRESS, b"")))
+    return from_wire(attrs.get(uapi.IFA_LOCAL, attrs.get(uapi.IFA_ADDRESS, b"")))
 
 
-def _parse_address(raw: bytes) -> Addr | None:
-    if len(raw) == 4:
-        return Addr(V4_PREFIX + raw)
-    return Addr(raw) if len(raw) == 16 else None
+def parse_proc_address(text: str) -> Addr:
+    """An address in a table of /proc/net, such as tcp6."""
+    # Each group of eight digits is a 32-bit word in host byte order.
+    words = (int(text[offset : offset + 8], 16) for offset in range(0, len(text), 8))
+    raw = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+    return Addr(V4_PREFIX + raw if len(raw) == 4 else raw)
 
 
 def watch_addresses(on_change: Callable[[], None], stop: threading.Event) -> None:

@@ -10,13 +10,14 @@ import contextlib
 import errno
 import os
 import socket
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
+from kbpf.kernel.net.addresses import parse_proc_address
 from kbpf.kernel.system.polling import wait_readable
+from kbpf.model.address import format_addr
 
 TIMEOUT_S: Final = 3.0
 TCP_REPAIR: Final = 19
@@ -35,7 +36,8 @@ def connect_tcp(
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(_open_server(address, socket.SOCK_STREAM)) for address in server_addresses]
         client = stack.enter_context(_open_socket(destination, socket.SOCK_STREAM))
-        _checked_call(lambda: client.connect(destination), "connect", destination)
+        with kernel_errors("connect() failed", _describe(destination), ""):
+            client.connect(destination)
         listener = _wait_readable(listeners, destination)
         with listener.accept()[0] as server:
             return _socket_address(server.getsockname()), _socket_address(client.getpeername())
@@ -50,7 +52,8 @@ def exchange_udp(
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(_open_server(address, socket.SOCK_DGRAM)) for address in server_addresses]
         client = stack.enter_context(_open_socket(destination, socket.SOCK_DGRAM))
-        _checked_call(lambda: client.sendto(b"?", destination), "sendto", destination)
+        with kernel_errors("sendto() failed", _describe(destination), ""):
+            client.sendto(b"?", destination)
         server = _wait_readable(servers, destination)
         _, client_address = server.recvfrom(16)
         server.sendto(b"!", client_address)
@@ -69,7 +72,8 @@ def connect_without_packets(destination: SocketAddress, sock_type: int) -> tuple
     with _open_socket(destination, sock_type) as client:
         if sock_type == socket.SOCK_STREAM:
             _enter_repair(client)
-        _checked_call(lambda: client.connect(destination), "connect", destination)
+        with kernel_errors("connect() failed", _describe(destination), ""):
+            client.connect(destination)
         return _find_peer(client, destination), _socket_address(client.getpeername())
 
 
@@ -110,11 +114,7 @@ def _read_peer(table: str, inode: int) -> SocketAddress:
         fields = line.split()
         if int(fields[9]) == inode:
             address, _, port = fields[2].partition(":")
-            # Each group of eight digits is a 32-bit word in host byte order.
-            chunks = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
-            packed = b"".join(chunk.to_bytes(4, sys.byteorder) for chunk in chunks)
-            family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
-            return socket.inet_ntop(family, packed), int(port, 16)
+            return format_addr(parse_proc_address(address)), int(port, 16)
     raise KernelError("a socket of our own is not listed", f"/proc/self/net/{table}")
 
 
@@ -140,18 +140,13 @@ def _open_server(address: SocketAddress, sock_type: int) -> socket.socket:
     return sock
 
 
-def _checked_call(call: Callable[[], object], name: str, destination: SocketAddress) -> None:
-    try:
-        call()
-    except OSError as error:
-        raise KernelError(
-            f"{name}() failed", f"{destination[0]} port {destination[1]}", errno=error.errno or 0
-        ) from error
+def _describe(destination: SocketAddress) -> str:
+    return f"{destination[0]} port {destination[1]}"
 
 
 def _wait_readable(sockets: Sequence[socket.socket], destination: SocketAddress) -> socket.socket:
     by_fd = {sock.fileno(): sock for sock in sockets}
     ready_fds = wait_readable(by_fd, TIMEOUT_S)
     if not ready_fds:
-        raise KernelError("nothing arrived", f"{destination[0]} port {destination[1]}")
+        raise KernelError("nothing arrived", _describe(destination))
     return by_fd[ready_fds[0]]

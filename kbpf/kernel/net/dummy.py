@@ -10,11 +10,11 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos, KernelError
 from kbpf.kernel.net import uapi
 from kbpf.kernel.net.addresses import IFADDRMSG, address_of
 from kbpf.kernel.net.netlink import (
@@ -41,40 +41,23 @@ _CACHEINFO: Final = struct.Struct("=IIII")  # struct ifa_cacheinfo
 _EMPTY_IFINFOMSG: Final = _IFINFOMSG.pack(0, 0, 0, 0, 0)
 
 
-class DeviceIdentity(NamedTuple):
-    """The kind of a virtual device and its alias."""
-
-    kind: str
-    alias: str
-
-
-def find_device(name: str) -> DeviceIdentity | None:
-    """Returns the device of this name, of any kind; None if there is none."""
+def is_ours(name: str) -> bool:
+    """Whether this is a dummy device with our alias, or one without alias and addresses: kbpf may
+    have been killed before it set the alias.
+    """
     with Rtnetlink() as netlink:
         try:
             body = netlink.request(uapi.RTM_GETLINK, _EMPTY_IFINFOMSG + pack_string(uapi.IFLA_IFNAME, name))[0].body
         except KernelError as error:
             if error.errno != errno.ENODEV:
                 raise
-            return None
-    return _parse_identity(parse_attributes(body[_IFINFOMSG.size :]))
-
-
-def _parse_identity(attrs: Mapping[int, bytes]) -> DeviceIdentity:
+            return False
+    attrs = parse_attributes(body[_IFINFOMSG.size :])
     info = parse_attributes(attrs.get(uapi.IFLA_LINKINFO, b""))
-    return DeviceIdentity(
-        parse_string(info.get(uapi.IFLA_INFO_KIND, b"")), parse_string(attrs.get(uapi.IFLA_IFALIAS, b""))
-    )
-
-
-def is_ours(name: str) -> bool:
-    """Whether this is a dummy device with our alias, or one without alias and addresses: kbpf may
-    have been killed before it set the alias.
-    """
-    device = find_device(name)
-    if device is None or device.kind != KIND:
+    if parse_string(info.get(uapi.IFLA_INFO_KIND, b"")) != KIND:
         return False
-    return device.alias == ALIAS or not (device.alias or addresses_of(name))
+    alias = parse_string(attrs.get(uapi.IFLA_IFALIAS, b""))
+    return alias == ALIAS or not (alias or addresses_of(name))
 
 
 def ensure(name: str) -> int:
@@ -102,14 +85,9 @@ def ensure(name: str) -> int:
         alias_attr = pack_attribute(uapi.IFLA_IFALIAS, ALIAS.encode())
         netlink.request(uapi.RTM_NEWLINK, _IFINFOMSG.pack(0, 0, 0, uapi.IFF_UP, uapi.IFF_UP) + name_attr + alias_attr)
     try:
-        return get_ifindex(name)
+        return socket.if_nametoindex(name)
     except OSError as error:
         raise KernelError("the device was removed by another program", name, errno=errno.ENODEV) from error
-
-
-def get_ifindex(name: str) -> int:
-    """Returns the ifindex. Raises OSError if the device does not exist."""
-    return socket.if_nametoindex(name)
 
 
 def accepts_ipv6(name: str) -> bool:
@@ -123,14 +101,10 @@ def accepts_ipv6(name: str) -> bool:
 def remove(name: str) -> bool:
     """Removes the device with its addresses; returns whether it existed."""
     body = _EMPTY_IFINFOMSG + pack_string(uapi.IFLA_IFNAME, name)
-    with Rtnetlink() as netlink:
-        try:
-            netlink.request(uapi.RTM_DELLINK, body)
-        except KernelError as error:
-            if error.errno != errno.ENODEV:
-                raise
-            return False
-    return True
+    with IgnoredErrnos(errno.ENODEV), Rtnetlink() as netlink:
+        netlink.request(uapi.RTM_DELLINK, body)
+        return True
+    return False
 
 
 def list_addresses(ifindex: int, *excluded_devices: str) -> tuple[frozenset[Addr], frozenset[Addr]]:
@@ -154,7 +128,7 @@ def list_addresses(ifindex: int, *excluded_devices: str) -> tuple[frozenset[Addr
 def get_ifindex_or_zero(name: str) -> int:
     """Returns the ifindex, 0 if the device does not exist."""
     try:
-        return get_ifindex(name)
+        return socket.if_nametoindex(name)
     except OSError:
         return 0
 
@@ -162,7 +136,7 @@ def get_ifindex_or_zero(name: str) -> int:
 def addresses_of(name: str) -> frozenset[Addr]:
     """The addresses of a device; empty if it does not exist."""
     try:
-        return list_addresses(get_ifindex(name))[0]
+        return list_addresses(socket.if_nametoindex(name))[0]
     except OSError:
         return frozenset()
 

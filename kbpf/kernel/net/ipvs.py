@@ -16,9 +16,11 @@ from enum import IntEnum, IntFlag
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos, KernelError, kernel_errors
 from kbpf.kernel.net import uapi
 from kbpf.kernel.net.netlink import (
+    AF,
+    Message,
     Netlink,
     NetlinkRequest,
     pack_attribute,
@@ -29,7 +31,8 @@ from kbpf.kernel.net.netlink import (
     parse_string,
 )
 from kbpf.kernel.system import sysctl
-from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, format_endpoint, parse_addr
+from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, parse_addr, to_wire
+from kbpf.model.desired import RealServer, VirtualService
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Protocol
 
@@ -47,6 +50,7 @@ _STATS_ATTRS: Final = (
     uapi.IPVS_STATS_ATTR_INBYTES,
     uapi.IPVS_STATS_ATTR_OUTBYTES,
 )
+_NO_SERVICE: Final = IgnoredErrnos(errno.ESRCH, errno.ENOENT)
 _GENLMSGHDR: Final = struct.Struct("=BBH")  # command, version, reserved
 _IP_VS_FLAGS: Final = struct.Struct("=II")  # the flags, and the mask of those that are set
 _U16: Final = struct.Struct("=H")
@@ -86,7 +90,6 @@ class IpvsCommand(IntEnum):
     IPVS_CMD_DEL_DEST = 7
     IPVS_CMD_GET_DEST = 8
     IPVS_CMD_SET_CONFIG = 12
-    IPVS_CMD_GET_CONFIG = 13
 
 
 class IpvsServiceFlag(IntFlag):
@@ -99,38 +102,12 @@ class IpvsServiceFlag(IntFlag):
     IP_VS_SVC_F_SCHED_SH_PORT = 0x10
 
 
-class VirtualServiceKey(NamedTuple):
-    """The key of a virtual service: address and port, or a fwmark. With a fwmark the address says
-    only which family it is, and protocol and port are ignored.
-    """
-
-    protocol: int
-    address: Addr
-    port: int
-    fwmark: int = 0
-
-    def __str__(self) -> str:
-        if self.fwmark:
-            return f"mark {self.fwmark:#x} IPv{family_of(self.address)}"
-        return f"{format_endpoint(self.address, self.port)}/{self.protocol}"
-
-
 class VirtualServiceSettings(NamedTuple):
     """How a virtual service chooses servers. `persistence` is in seconds, 0 for none."""
 
     scheduler: str
     persistence: int = 0
     flags: IpvsServiceFlag = IpvsServiceFlag(0)
-
-
-class RealServerKey(NamedTuple):
-    """The key of a real server within its virtual service."""
-
-    address: Addr
-    port: int
-
-    def __str__(self) -> str:
-        return format_endpoint(self.address, self.port)
 
 
 class ConnectionTimeouts(NamedTuple):
@@ -146,21 +123,26 @@ class RealServerStatus(NamedTuple):
     since it was created.
     """
 
-    server: RealServerKey
+    server: RealServer
     weight: int
     active_conns: int
     inactive_conns: int
     stats: ConnectionStats = ConnectionStats()
+
+    @property
+    def connections(self) -> int:
+        """All, including closed ones that have not expired."""
+        return self.active_conns + self.inactive_conns
 
 
 class IpvsRequest(NamedTuple):
     """One change. `weight` applies only with `server`, `settings` only without."""
 
     command: IpvsCommand
-    service: VirtualServiceKey
-    settings: VirtualServiceSettings | None = None
-    server: RealServerKey | None = None
+    service: VirtualService
+    server: RealServer | None = None
     weight: int = 0
+    settings: VirtualServiceSettings | None = None
 
     def __str__(self) -> str:
         verb, _, noun = self.command.name.removeprefix("IPVS_CMD_").partition("_")
@@ -181,15 +163,12 @@ class IpvsConnection(NamedTuple):
     expires_in: int
 
 
-def list_connections(path: Path = CONNECTIONS_PATH) -> tuple[IpvsConnection, ...]:
+def list_connections() -> tuple[IpvsConnection, ...]:
     """Lists all connections in this network namespace. Raises KernelError if
     they cannot be read.
     """
-    try:
-        listing = path.read_text()
-    except OSError as error:
-        raise KernelError("cannot read the connections of IPVS", str(path), HINT, error.errno or 0) from error
-    return tuple(parse_connections(listing))
+    with kernel_errors("cannot read the connections of IPVS", str(CONNECTIONS_PATH), HINT):
+        return tuple(parse_connections(CONNECTIONS_PATH.read_text()))
 
 
 def parse_connections(listing: str) -> Iterator[IpvsConnection]:
@@ -236,43 +215,36 @@ def encode_timeouts(timeouts: ConnectionTimeouts) -> bytes:
     return _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_SET_CONFIG, uapi.IPVS_GENL_VERSION, 0) + b"".join(attrs)
 
 
-def decode_timeouts(body: bytes) -> ConnectionTimeouts:
-    """Decodes the reply to IPVS_CMD_GET_CONFIG."""
-    attrs = parse_attributes(body[_GENLMSGHDR.size :])
-    return ConnectionTimeouts(*(parse_int32(attrs.get(attr_type)) for attr_type in _TIMEOUT_ATTRS))
-
-
 def _encode_service(request: IpvsRequest) -> bytes:
     service, settings = request.service, request.settings
-    v4 = family_of(service.address) == 4
     # Family, protocol and mark are in host order, port and address in network order.
-    parts = [pack_attribute(uapi.IPVS_SVC_ATTR_AF, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6))]
+    parts = [pack_attribute(uapi.IPVS_SVC_ATTR_AF, _U16.pack(AF[service.family]))]
     if service.fwmark:
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_FWMARK, _U32.pack(service.fwmark)))
+        parts += [pack_attribute(uapi.IPVS_SVC_ATTR_FWMARK, _U32.pack(service.fwmark))]
     else:
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_PROTOCOL, _U16.pack(service.protocol)))
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_ADDR, _encode_address(service.address)))
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_PORT, _BE16.pack(service.port)))
+        parts += [
+            pack_attribute(uapi.IPVS_SVC_ATTR_PROTOCOL, _U16.pack(service.protocol)),
+            pack_attribute(uapi.IPVS_SVC_ATTR_ADDR, to_wire(service.address)),
+            pack_attribute(uapi.IPVS_SVC_ATTR_PORT, _BE16.pack(service.port)),
+        ]
     if settings is not None:
         flags = settings.flags | (IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT if settings.persistence else 0)
-        parts.append(pack_string(uapi.IPVS_SVC_ATTR_SCHED_NAME, settings.scheduler))
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_FLAGS, _IP_VS_FLAGS.pack(flags, sum(IpvsServiceFlag))))
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_TIMEOUT, _U32.pack(settings.persistence)))
         # Persistence is per client address: a mask in network order, or an IPv6 prefix length.
-        netmask = b"\xff\xff\xff\xff" if v4 else _U32.pack(128)
-        parts.append(pack_attribute(uapi.IPVS_SVC_ATTR_NETMASK, netmask))
+        netmask = b"\xff\xff\xff\xff" if service.family == 4 else _U32.pack(128)
+        parts += [
+            pack_string(uapi.IPVS_SVC_ATTR_SCHED_NAME, settings.scheduler),
+            pack_attribute(uapi.IPVS_SVC_ATTR_FLAGS, _IP_VS_FLAGS.pack(flags, sum(IpvsServiceFlag))),
+            pack_attribute(uapi.IPVS_SVC_ATTR_TIMEOUT, _U32.pack(settings.persistence)),
+            pack_attribute(uapi.IPVS_SVC_ATTR_NETMASK, netmask),
+        ]
     return b"".join(parts)
 
 
-def _encode_server(server: RealServerKey, weight: int) -> bytes:
-    v4 = family_of(server.address) == 4
+def _encode_server(server: RealServer, weight: int) -> bytes:
     return b"".join(
         (
-            pack_attribute(
-                uapi.IPVS_DEST_ATTR_ADDR_FAMILY,
-                _U16.pack(socket.AF_INET if v4 else socket.AF_INET6),
-            ),
-            pack_attribute(uapi.IPVS_DEST_ATTR_ADDR, _encode_address(server.address)),
+            pack_attribute(uapi.IPVS_DEST_ATTR_ADDR_FAMILY, _U16.pack(AF[family_of(server.address)])),
+            pack_attribute(uapi.IPVS_DEST_ATTR_ADDR, to_wire(server.address)),
             pack_attribute(uapi.IPVS_DEST_ATTR_PORT, _BE16.pack(server.port)),
             pack_attribute(uapi.IPVS_DEST_ATTR_FWD_METHOD, _U32.pack(uapi.IP_VS_CONN_F_MASQ)),
             pack_attribute(uapi.IPVS_DEST_ATTR_WEIGHT, _U32.pack(weight)),
@@ -283,20 +255,19 @@ def _encode_server(server: RealServerKey, weight: int) -> bytes:
     )
 
 
-def _encode_address(address: Addr) -> bytes:
-    return address[12:] if family_of(address) == 4 else address
-
-
 def _decode_address(raw: bytes, family: int) -> Addr:
     # The kernel writes 16 bytes for either family.
     return Addr(V4_PREFIX + raw[:4]) if family == socket.AF_INET else Addr(raw[:16])
 
 
-def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettings]:
+def _decode_object(body: bytes, attr_type: int) -> dict[int, bytes]:
+    return parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[attr_type])
+
+
+def decode_service(body: bytes) -> tuple[VirtualService, VirtualServiceSettings]:
     """Decodes a reply to IPVS_CMD_GET_SERVICE."""
-    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[uapi.IPVS_CMD_ATTR_SERVICE])
+    attrs = _decode_object(body, uapi.IPVS_CMD_ATTR_SERVICE)
     family = _U16.unpack(attrs[uapi.IPVS_SVC_ATTR_AF])[0]
-    wildcard = ANY4 if family == socket.AF_INET else ANY6
     fwmark = parse_int32(attrs.get(uapi.IPVS_SVC_ATTR_FWMARK)) & 0xFFFFFFFF  # it is unsigned
     flags = _IP_VS_FLAGS.unpack(attrs[uapi.IPVS_SVC_ATTR_FLAGS])[0]
     settings = VirtualServiceSettings(
@@ -307,16 +278,16 @@ def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettin
         ),
     )
     if fwmark:
-        return VirtualServiceKey(socket.IPPROTO_TCP, wildcard, 0, fwmark), settings
+        return VirtualService(socket.IPPROTO_TCP, ANY4 if family == socket.AF_INET else ANY6, 0, fwmark), settings
     address = _decode_address(attrs[uapi.IPVS_SVC_ATTR_ADDR], family)
     port = _BE16.unpack(attrs[uapi.IPVS_SVC_ATTR_PORT])[0]
     protocol = _U16.unpack(attrs[uapi.IPVS_SVC_ATTR_PROTOCOL])[0]
-    return VirtualServiceKey(protocol, address, port), settings
+    return VirtualService(protocol, address, port), settings
 
 
-def decode_stats(body: bytes) -> tuple[VirtualServiceKey, ConnectionStats]:
+def decode_stats(body: bytes) -> tuple[VirtualService, ConnectionStats]:
     """Decodes the counters in the same reply: IPVS_COUNTERS since the service was created."""
-    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[uapi.IPVS_CMD_ATTR_SERVICE])
+    attrs = _decode_object(body, uapi.IPVS_CMD_ATTR_SERVICE)
     return decode_service(body)[0], _decode_counters(attrs.get(uapi.IPVS_SVC_ATTR_STATS64, b""))
 
 
@@ -331,17 +302,12 @@ def _decode_counters(raw: bytes) -> ConnectionStats:
 
 def decode_server(body: bytes, family: int) -> RealServerStatus:
     """Decodes a reply to IPVS_CMD_GET_DEST. `family` is that of the service, 4 or 6."""
-    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[uapi.IPVS_CMD_ATTR_DEST])
-    service_family = socket.AF_INET if family == 4 else socket.AF_INET6
+    attrs = _decode_object(body, uapi.IPVS_CMD_ATTR_DEST)
     # Servers may have another family than their service (tunnels); old kernels do not report it.
-    server_family = (
-        _U16.unpack(attrs[uapi.IPVS_DEST_ATTR_ADDR_FAMILY])[0]
-        if uapi.IPVS_DEST_ATTR_ADDR_FAMILY in attrs
-        else service_family
-    )
-    address = _decode_address(attrs[uapi.IPVS_DEST_ATTR_ADDR], server_family)
+    server_family = attrs.get(uapi.IPVS_DEST_ATTR_ADDR_FAMILY) or _U16.pack(AF[family])
+    address = _decode_address(attrs[uapi.IPVS_DEST_ATTR_ADDR], _U16.unpack(server_family)[0])
     return RealServerStatus(
-        RealServerKey(address, _BE16.unpack(attrs[uapi.IPVS_DEST_ATTR_PORT])[0]),
+        RealServer(address, _BE16.unpack(attrs[uapi.IPVS_DEST_ATTR_PORT])[0]),
         parse_int32(attrs[uapi.IPVS_DEST_ATTR_WEIGHT]),
         parse_int32(attrs.get(uapi.IPVS_DEST_ATTR_ACTIVE_CONNS)),
         parse_int32(attrs.get(uapi.IPVS_DEST_ATTR_INACT_CONNS)),
@@ -377,55 +343,39 @@ class IpvsClient:
     def close(self) -> None:
         self._netlink.close()
 
-    def read_timeouts(self) -> ConnectionTimeouts:
-        """Reads the timeouts of this network namespace."""
-        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_CONFIG, uapi.IPVS_GENL_VERSION, 0)
-        return decode_timeouts(self._netlink.request(self._family_id, body)[0].body)
-
     def set_timeouts(self, timeouts: ConnectionTimeouts) -> None:
         """Sets the timeouts that are not 0."""
         self._netlink.request(self._family_id, encode_timeouts(timeouts))
 
-    def list_services(self) -> list[tuple[VirtualServiceKey, VirtualServiceSettings]]:
+    def list_services(self) -> list[tuple[VirtualService, VirtualServiceSettings]]:
         """Lists all virtual services, including those of other programs."""
-        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, uapi.IPVS_GENL_VERSION, 0)
-        messages = self._netlink.dump(self._family_id, body)
-        return [decode_service(message.body) for message in messages]
+        return [decode_service(message.body) for message in self._dump_services()]
 
-    def read_settings(self, service: VirtualServiceKey) -> VirtualServiceSettings | None:
+    def _dump_services(self) -> list[Message]:
+        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, uapi.IPVS_GENL_VERSION, 0)
+        return self._netlink.dump(self._family_id, body)
+
+    def read_settings(self, service: VirtualService) -> VirtualServiceSettings | None:
         """Reads the settings of one virtual service; None if it does not exist."""
         body = encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_GET_SERVICE, service))
-        try:
-            (reply, *_) = self._netlink.request(self._family_id, body)
-        except KernelError as error:
-            if error.errno in (errno.ESRCH, errno.ENOENT):
-                return None
-            raise
-        return decode_service(reply.body)[1]
+        with _NO_SERVICE:
+            return decode_service(self._netlink.request(self._family_id, body)[0].body)[1]
+        return None
 
-    def read_stats(self) -> list[tuple[VirtualServiceKey, ConnectionStats]]:
+    def read_stats(self) -> list[tuple[VirtualService, ConnectionStats]]:
         """Reads the counters of all virtual services, including those of other programs."""
-        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, uapi.IPVS_GENL_VERSION, 0)
-        messages = self._netlink.dump(self._family_id, body)
-        return [decode_stats(message.body) for message in messages]
+        return [decode_stats(message.body) for message in self._dump_services()]
 
-    def list_servers(self, service: VirtualServiceKey) -> list[RealServerStatus]:
+    def list_servers(self, service: VirtualService) -> list[RealServerStatus]:
         """Lists the real servers of a virtual service; empty if it does not exist."""
         body = encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_GET_DEST, service))
-        family = family_of(service.address)
-        try:
-            messages = self._netlink.dump(self._family_id, body)
-        except KernelError as error:
-            if error.errno in (errno.ESRCH, errno.ENOENT):
-                return []
-            raise
-        return [decode_server(message.body, family) for message in messages]
+        with _NO_SERVICE:
+            return [decode_server(each.body, service.family) for each in self._netlink.dump(self._family_id, body)]
+        return []
 
-    def count_connections(self, service: VirtualServiceKey) -> int:
-        """Counts the connections of a virtual service, including closed ones that have not
-        expired.
-        """
-        return sum(status.active_conns + status.inactive_conns for status in self.list_servers(service))
+    def count_connections(self, service: VirtualService) -> int:
+        """Counts the connections of a virtual service."""
+        return sum(status.connections for status in self.list_servers(service))
 
     def try_apply(self, requests: Sequence[IpvsRequest]) -> list[int]:
         """Applies the requests; returns an errno for each, in order, 0 for success."""

@@ -24,7 +24,7 @@ NETNS_DIR: Final = Path("/run/netns")
 
 
 @contextlib.contextmanager
-def _kernel_errors(what: str, where: str = "") -> Iterator[None]:
+def _kernel_errors(what: str, where: str) -> Iterator[None]:
     try:
         yield
     except (NetlinkError, OSError) as error:

@@ -10,7 +10,7 @@ import errno
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
 from kbpf.errors import KernelError, kernel_errors
@@ -32,6 +32,8 @@ LARGE_RCVBUF: Final = 4 << 20
 MAX_REQUESTS_PER_DATAGRAM: Final = 64
 """Requests in one datagram: their replies must fit into the socket's receive buffer."""
 
+AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
+
 _NLMSGHDR: Final = struct.Struct("=IHHII")
 _NLATTR: Final = struct.Struct("=HH")
 _INT32: Final = struct.Struct("=i")
@@ -46,11 +48,12 @@ comes and goes all the time must not cost the agent a processor."""
 
 
 class Message(NamedTuple):
-    """A netlink message without its header."""
+    """A netlink message without its header. `sequence`: of the request that it replies to."""
 
     msg_type: int
     flags: int
     body: bytes
+    sequence: int = 0
 
 
 class Notifications(NamedTuple):
@@ -101,9 +104,7 @@ def parse_int32(raw: bytes | None) -> int:
 
 
 class NetlinkRequest(NamedTuple):
-    """One of many messages that are sent together. NLM_F_REQUEST and NLM_F_ACK are added to
-    `flags`.
-    """
+    """A message to send. NLM_F_REQUEST is added to `flags`, and NLM_F_ACK if it is to be answered."""
 
     msg_type: int
     body: bytes
@@ -146,7 +147,7 @@ class Netlink:
         """Sends a request; returns the messages before its acknowledgement. The kernel's error
         text, if any, is the hint of the KernelError.
         """
-        return self._exchange(msg_type, flags | uapi.NLM_F_REQUEST | uapi.NLM_F_ACK, body)
+        return list(self._stream(msg_type, flags | uapi.NLM_F_ACK, body))
 
     def dump(self, msg_type: int, body: bytes) -> list[Message]:
         """Dumps all objects of one kind. If the replies overflow the receive buffer, the dump is
@@ -168,7 +169,7 @@ class Netlink:
     def _dump(self, msg_type: int, body: bytes) -> list[Message]:
         messages: list[Message] = []
         for _ in range(MAX_DUMP_TRIES):
-            messages = self._exchange(msg_type, uapi.NLM_F_REQUEST | uapi.NLM_F_DUMP, body)
+            messages = list(self.dump_lazily(msg_type, body))
             if not any(message.flags & uapi.NLM_F_DUMP_INTR for message in messages):
                 break
         return messages
@@ -177,7 +178,7 @@ class Netlink:
         """Dumps objects of one kind as the caller asks for them. A caller that stops earlier has to
         close the socket.
         """
-        yield from self._stream(msg_type, uapi.NLM_F_REQUEST | uapi.NLM_F_DUMP, body)
+        return self._stream(msg_type, uapi.NLM_F_DUMP, body)
 
     def request_many(self, requests: Sequence[NetlinkRequest]) -> list[int]:
         """Sends all requests in order, regardless of errors; returns an errno for each, 0 for
@@ -189,36 +190,25 @@ class Netlink:
         return codes
 
     def _request_together(self, requests: Sequence[NetlinkRequest]) -> list[int]:
-        datagram = bytearray()
-        for sequence, (msg_type, body, flags) in enumerate(requests):
-            datagram += _pack_message(msg_type, flags | uapi.NLM_F_REQUEST | uapi.NLM_F_ACK, sequence, body)
-        self._send(datagram)
+        self._send_together(map(_with_acknowledgement, requests))
         # Each request is acknowledged, several per datagram; the sequence number says which one.
         codes: dict[int, int] = {}
         while len(codes) < len(requests):
-            data = self._receive()
-            while len(data) >= _NLMSGHDR.size:
-                length, msg_type, _, reply_sequence, _ = _NLMSGHDR.unpack_from(data)
-                if msg_type == uapi.NLMSG_ERROR:
-                    codes[reply_sequence] = -parse_int32(data[_NLMSGHDR.size : _NLMSGHDR.size + 4])
-                # At least a header, or a corrupt length of 0 would loop forever.
-                data = data[max(_NLMSGHDR.size, (length + 3) & ~3) :]
-        return [codes[reply_sequence] for reply_sequence in range(len(requests))]
+            for message in _parse_messages(self._receive()):
+                if message.msg_type == uapi.NLMSG_ERROR:
+                    codes[message.sequence] = -parse_int32(message.body[:4])
+        return [codes[sequence] for sequence in range(len(requests))]
+
+    def _send_together(self, requests: Iterable[NetlinkRequest]) -> None:
+        """Sends all requests in one datagram, numbered from 0."""
+        self._send(b"".join(_pack_message(request, sequence) for sequence, request in enumerate(requests)))
 
     def send_batch(self, begin: NetlinkRequest, requests: Sequence[NetlinkRequest], end: NetlinkRequest) -> None:
         """Sends a batch, which takes effect entirely or not at all. Raises KernelError for the
         first error.
         """
         # Only the requests between begin and end ask for an acknowledgement.
-        framed_requests = (
-            (begin, 0),
-            *((request, uapi.NLM_F_REQUEST | uapi.NLM_F_ACK) for request in requests),
-            (end, 0),
-        )
-        datagram = bytearray()
-        for sequence, ((msg_type, body, flags), extra_flags) in enumerate(framed_requests):
-            datagram += _pack_message(msg_type, flags | extra_flags | uapi.NLM_F_REQUEST, sequence, body)
-        self._send(datagram)
+        self._send_together((begin, *map(_with_acknowledgement, requests), end))
         acknowledged = 0
         while acknowledged < len(requests):
             for message in _parse_messages(self._receive()):
@@ -242,11 +232,8 @@ class Netlink:
                 lost = True
         return Notifications(messages, lost)
 
-    def _exchange(self, msg_type: int, flags: int, body: bytes) -> list[Message]:
-        return list(self._stream(msg_type, flags, body))
-
     def _stream(self, msg_type: int, flags: int, body: bytes) -> Iterator[Message]:
-        self._send(_NLMSGHDR.pack(_NLMSGHDR.size + len(body), msg_type, flags, 1, 0) + body)
+        self._send(_pack_message(NetlinkRequest(msg_type, body, flags), 1))
         while True:
             for message in _parse_messages(self._receive()):
                 # A dump ends with NLMSG_DONE, any other request with an acknowledgement, which is
@@ -256,7 +243,7 @@ class Netlink:
                     return
                 yield message
 
-    def _send(self, data: bytes | bytearray) -> None:
+    def _send(self, data: bytes) -> None:
         with kernel_errors("cannot send a request to the kernel", self._name):
             self.socket.send(data)
 
@@ -272,19 +259,24 @@ class Rtnetlink(Netlink):
         super().__init__(socket.NETLINK_ROUTE, "rtnetlink", groups)
 
 
-def _pack_message(msg_type: int, flags: int, sequence: int, body: bytes) -> bytes:
-    """Encodes one of several messages in a datagram, padded."""
-    header = _NLMSGHDR.pack(_NLMSGHDR.size + len(body), msg_type, flags, sequence, 0)
+def _with_acknowledgement(request: NetlinkRequest) -> NetlinkRequest:
+    return request._replace(flags=request.flags | uapi.NLM_F_ACK)
+
+
+def _pack_message(request: NetlinkRequest, sequence: int) -> bytes:
+    """Encodes one of the messages in a datagram, padded."""
+    msg_type, body, flags = request
+    header = _NLMSGHDR.pack(_NLMSGHDR.size + len(body), msg_type, flags | uapi.NLM_F_REQUEST, sequence, 0)
     return header + body + bytes(-len(body) % 4)
 
 
 def _parse_messages(data: bytes) -> Iterator[Message]:
     """Splits a datagram into its messages."""
     while len(data) >= _NLMSGHDR.size:
-        length, msg_type, flags, *_ = _NLMSGHDR.unpack_from(data)
+        length, msg_type, flags, sequence, _ = _NLMSGHDR.unpack_from(data)
         if length < _NLMSGHDR.size:
             break
-        yield Message(msg_type, flags, data[_NLMSGHDR.size : length])
+        yield Message(msg_type, flags, data[_NLMSGHDR.size : length], sequence)
         data = data[(length + 3) & ~3 :]
 
 

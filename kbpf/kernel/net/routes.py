@@ -10,8 +10,8 @@ from typing import Final
 from kbpf.errors import KernelError
 from kbpf.kernel.net import uapi
 from kbpf.kernel.net.addresses import RTMSG
-from kbpf.kernel.net.netlink import Rtnetlink, pack_attribute, parse_attributes, parse_int32
-from kbpf.model.address import V4_PREFIX, Addr, family_of
+from kbpf.kernel.net.netlink import AF, Rtnetlink, pack_attribute, parse_attributes, parse_int32
+from kbpf.model.address import Addr, family_of, from_wire, to_wire
 from kbpf.model.inspection import Route
 
 _U32: Final = struct.Struct("=I")
@@ -28,14 +28,13 @@ def find_route(to: Addr, source: Addr | None = None, came_in_by: int = 0) -> Rou
     packet arrives; the kernel then also decides whether it accepts it there (rp_filter, IP
     forwarding). 0: this node sends it.
     """
-    is_v4 = family_of(to) == 4
-    width = 32 if is_v4 else 128
+    width = 32 if family_of(to) == 4 else 128
     source = source if source is not None and family_of(source) == family_of(to) else None
-    body = RTMSG.pack(
-        socket.AF_INET if is_v4 else socket.AF_INET6, width, width if source else 0, 0, 0, 0, 0, 0, 0
-    ) + pack_attribute(uapi.RTA_DST, _wire(to))
+    body = RTMSG.pack(AF[family_of(to)], width, width if source else 0, 0, 0, 0, 0, 0, 0) + pack_attribute(
+        uapi.RTA_DST, to_wire(to)
+    )
     if source is not None:
-        body += pack_attribute(uapi.RTA_SRC, _wire(source))
+        body += pack_attribute(uapi.RTA_SRC, to_wire(source))
     if came_in_by:
         body += pack_attribute(uapi.RTA_IIF, _U32.pack(came_in_by))
     try:
@@ -58,8 +57,8 @@ def _parse(body: bytes) -> Route:
     return Route(
         ifindex=ifindex,
         device=_name_of(ifindex),
-        gateway=_address(attributes.get(uapi.RTA_GATEWAY) or attributes.get(uapi.RTA_VIA, b"")[2:]),
-        source=_address(attributes.get(uapi.RTA_PREFSRC, b"")),
+        gateway=from_wire(attributes.get(uapi.RTA_GATEWAY) or attributes.get(uapi.RTA_VIA, b"")[2:]),
+        source=from_wire(attributes.get(uapi.RTA_PREFSRC, b"")),
         is_local=kind == uapi.RTN_LOCAL,
     )
 
@@ -69,13 +68,3 @@ def _name_of(ifindex: int) -> str:
         return socket.if_indextoname(ifindex)
     except OSError:  # removed meanwhile
         return str(ifindex)
-
-
-def _wire(address: Addr) -> bytes:
-    return address[12:] if family_of(address) == 4 else address
-
-
-def _address(raw: bytes) -> Addr | None:
-    if len(raw) == 4:
-        return Addr(V4_PREFIX + raw)
-    return Addr(raw) if len(raw) == 16 else None

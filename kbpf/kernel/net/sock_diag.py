@@ -68,7 +68,7 @@ def list_listeners(
     0: at all.
     """
     addresses: set[FrontendAddress] = set()
-    with _open() as netlink:
+    with Netlink(uapi.NETLINK_SOCK_DIAG, "sock_diag") as netlink:
         for protocol, port in ports:
             if protocol not in _LISTENING_STATES:
                 continue
@@ -90,10 +90,6 @@ def _parse_listener(message: bytes, protocol: Protocol) -> Iterator[FrontendAddr
         only_v6 = parse_attributes(message[_ATTRIBUTES_OFFSET:]).get(uapi.INET_DIAG_SKV6ONLY)
         if only_v6 != b"\1":
             yield FrontendAddress(ANY4, number, protocol)
-
-
-def _open() -> Netlink:
-    return Netlink(uapi.NETLINK_SOCK_DIAG, "sock_diag")
 
 
 def _dump(netlink: Netlink, family: int, protocol: int, states: int, port: int = 0) -> list[bytes]:
@@ -127,7 +123,7 @@ def destroy_connected_udp(should_destroy: Callable[[DiagSocket], bool]) -> list[
     true; returns them.
     """
     destroyed: list[DiagSocket] = []
-    with _open() as netlink:
+    with Netlink(uapi.NETLINK_SOCK_DIAG, "sock_diag") as netlink:
         for family in (socket.AF_INET, socket.AF_INET6):
             for sock in list_connected_udp(netlink, family):
                 if should_destroy(sock) and destroy(netlink, sock):

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator
 from enum import IntFlag
 from typing import Final, NamedTuple
 
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos, KernelError
 from kbpf.kernel.net.netlink import (
+    AF,
     Netlink,
     NetlinkRequest,
     pack_attribute,
@@ -23,7 +24,7 @@ from kbpf.kernel.net.netlink import (
 )
 from kbpf.kernel.net.uapi import NETLINK_NETFILTER, NLM_F_CREATE, NLM_F_EXCL
 from kbpf.kernel.netfilter import uapi
-from kbpf.model.address import V4_PREFIX, Addr, family_of
+from kbpf.model.address import V4_PREFIX, Addr, family_of, to_wire
 
 FAMILIES: Final = {"ip": socket.AF_INET, "ip6": socket.AF_INET6}
 
@@ -136,33 +137,27 @@ def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
     status_bytes = struct.pack(">I", status)  # ctnetlink's numbers are in network order
     body = struct.pack("=BBH", family, 0, 0)  # struct nfgenmsg: family, version, resource id
     body += pack_attribute(uapi.CTA_STATUS, status_bytes) + pack_attribute(uapi.CTA_STATUS_MASK, status_bytes)
-    with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
-        try:
-            messages = netlink.dump(_CT_GET, body)
-        except KernelError as error:
-            if error.errno in _UNSUPPORTED_ERRNOS:
-                return []
-            raise
-    entries = (parse_attributes(message.body[4:]) for message in messages)
-    # Older kernels ignore the filter in the request and return all entries.
-    return [entry for entry in entries if int.from_bytes(entry.get(uapi.CTA_STATUS, b""), "big") & status == status]
+    with IgnoredErrnos(*_UNSUPPORTED_ERRNOS), Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
+        entries = (parse_attributes(message.body[4:]) for message in netlink.dump(_CT_GET, body))
+        # Older kernels ignore the filter in the request and return all entries.
+        return [entry for entry in entries if int.from_bytes(entry.get(uapi.CTA_STATUS, b""), "big") & status == status]
+    return []
 
 
 def _flow_behind_nat(attrs: dict[int, bytes]) -> ConntrackFlow | None:
     """Returns the connection after translation, which is the reverse of its reply tuple."""
-    reply = parse_attributes(attrs.get(uapi.CTA_TUPLE_REPLY, b""))
-    ip = parse_attributes(reply.get(uapi.CTA_TUPLE_IP, b""))
-    proto = parse_attributes(reply.get(uapi.CTA_TUPLE_PROTO, b""))
-    source = ip.get(uapi.CTA_IP_V4_SRC, ip.get(uapi.CTA_IP_V6_SRC, b""))
-    destination = ip.get(uapi.CTA_IP_V4_DST, ip.get(uapi.CTA_IP_V6_DST, b""))
-    if not source or not destination or not {uapi.CTA_PROTO_SRC_PORT, uapi.CTA_PROTO_DST_PORT} <= proto.keys():
+    reply = attrs.get(uapi.CTA_TUPLE_REPLY, b"")
+    source, source_port = _parse_endpoint(reply, _DST_TYPES, uapi.CTA_PROTO_DST_PORT)
+    destination, destination_port = _reply_source(attrs)
+    if not (source and source_port and destination and destination_port):
         return None
+    protocol = parse_attributes(parse_attributes(reply)[uapi.CTA_TUPLE_PROTO])[uapi.CTA_PROTO_NUM][0]
     return ConntrackFlow(
-        protocol=proto[uapi.CTA_PROTO_NUM][0],
-        source=_parse_address(destination),
-        source_port=int.from_bytes(proto[uapi.CTA_PROTO_DST_PORT], "big"),
-        destination=_parse_address(source),
-        destination_port=int.from_bytes(proto[uapi.CTA_PROTO_SRC_PORT], "big"),
+        protocol,
+        _parse_address(source),
+        int.from_bytes(source_port, "big"),
+        _parse_address(destination),
+        int.from_bytes(destination_port, "big"),
     )
 
 
@@ -189,14 +184,14 @@ def _parse_address(raw: bytes) -> Addr:
 
 
 def _encode_request(msg_type: int, flow: ConntrackFlow, timeout: int = 0, flags: int = 0) -> NetlinkRequest:
-    v4 = family_of(flow.destination) == 4
-    body = struct.pack("=BBH", socket.AF_INET if v4 else socket.AF_INET6, 0, 0)
+    family = family_of(flow.destination)
+    body = struct.pack("=BBH", AF[family], 0, 0)
     endpoints = (flow.source, flow.source_port), (flow.destination, flow.destination_port)
     for tuple_type, (source, destination) in (
         (uapi.CTA_TUPLE_ORIG, endpoints),
         (uapi.CTA_TUPLE_REPLY, endpoints[::-1]),
     ):
-        body += pack_nested(tuple_type, *_encode_tuple(flow.protocol, source, destination, v4))
+        body += pack_nested(tuple_type, *_encode_tuple(flow.protocol, source, destination, family))
     if msg_type == _CT_NEW:
         # ASSURED entries are not evicted when the table is full. CONFIRMED must be repeated: the
         # kernel sets it itself and refuses a request that would clear it (EBUSY).
@@ -209,13 +204,14 @@ def _encode_request(msg_type: int, flow: ConntrackFlow, timeout: int = 0, flags:
     return NetlinkRequest(msg_type, body, flags)
 
 
-def _encode_tuple(protocol: int, source: tuple[Addr, int], destination: tuple[Addr, int], v4: bool) -> Iterator[bytes]:
-    src_type, dst_type = (uapi.CTA_IP_V4_SRC, uapi.CTA_IP_V4_DST) if v4 else (uapi.CTA_IP_V6_SRC, uapi.CTA_IP_V6_DST)
-    start = 12 if v4 else 0
+def _encode_tuple(
+    protocol: int, source: tuple[Addr, int], destination: tuple[Addr, int], family: int
+) -> Iterator[bytes]:
+    is_v6 = family == 6
     yield pack_nested(
         uapi.CTA_TUPLE_IP,
-        pack_attribute(src_type, source[0][start:]),
-        pack_attribute(dst_type, destination[0][start:]),
+        pack_attribute(_SRC_TYPES[is_v6], to_wire(source[0])),
+        pack_attribute(_DST_TYPES[is_v6], to_wire(destination[0])),
     )
     yield pack_nested(
         uapi.CTA_TUPLE_PROTO,

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Netlink, parse_attributes
-from kbpf.kernel.net.uapi import NETLINK_NETFILTER
+from kbpf.kernel.net.netlink import parse_attributes
 from kbpf.kernel.netfilter import iptables_legacy, nft
 from kbpf.kernel.netfilter.uapi import NFNL_SUBSYS_NFTABLES, NFT_MSG_GETGEN, NFTA_GEN_ID
 from kbpf.kernel.probe_result import Probe
@@ -109,9 +108,8 @@ class BaseChain:
     @property
     def next_handle(self) -> int | None:
         """The handle of the foreign rule that follows ours; None if ours is last."""
-        return (
-            self.foreign_rules[self.insert_position].handle if self.insert_position < len(self.foreign_rules) else None
-        )
+        following = self.foreign_rules[self.insert_position :]
+        return following[0].handle if following else None
 
     def has_masquerade_rule(self, mark: int) -> bool:
         """Whether there is exactly one rule of ours for masqueraded packets, at the right position
@@ -176,7 +174,7 @@ def read_generation() -> int:
     # struct nfgenmsg: family, version, res_id
     body = struct.pack("=BBH", socket.AF_UNSPEC, 0, 0)
     try:
-        with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+        with nft.NfTables() as netlink:
             netlink.socket.settimeout(_TIMEOUT_S)
             (reply,) = netlink.request(_GET_GENERATION, body)
     except KernelError as error:
@@ -186,17 +184,10 @@ def read_generation() -> int:
     return int.from_bytes(parse_attributes(reply.body[len(body) :])[NFTA_GEN_ID], "big")
 
 
-def list_chains() -> list[Json]:
-    """Lists all chains without their rules. The functions below call it unless
-    `listing` is given.
-    """
-    return nft.list_chains()
-
-
 def list_forward_chains(listing: Iterable[Json] | None = None) -> tuple[BaseChain, ...]:
     """The base chains at the forward hook in the tables that iptables and CNIs share."""
     chains = []
-    for chain in list_chains() if listing is None else listing:
+    for chain in nft.list_chains() if listing is None else listing:
         table = chain.get("family", ""), chain.get("table", "")
         if table in FILTER_TABLES and (chain.get("hook"), chain.get("type")) == (
             "forward",
@@ -213,7 +204,7 @@ def list_other_drop_chains(listing: Iterable[Json] | None = None) -> tuple[str, 
     # A packet passes the base chains of all tables, and a drop in one is final: a rule of ours in
     # another table could not help, and these tables belong to other programs.
     names = []
-    for chain in list_chains() if listing is None else listing:
+    for chain in nft.list_chains() if listing is None else listing:
         location = chain.get("family", ""), chain.get("table", ""), str(chain["name"])
         if location[:2] in FILTER_TABLES or chain.get("hook") != "forward":
             continue
@@ -231,7 +222,7 @@ def list_closed_input_chains(listing: Iterable[Json] | None = None, own_table: s
     `own_table`: our own table, which is skipped.
     """
     names = []
-    for chain in list_chains() if listing is None else listing:
+    for chain in nft.list_chains() if listing is None else listing:
         if (chain["family"], chain["table"]) == ("inet", own_table):
             continue
         if (chain.get("hook"), chain.get("type")) == ("input", "filter"):
@@ -329,7 +320,7 @@ def run_transaction(*commands: Json, hint: str = HINT, dry_run: bool = False) ->
     Any thread may call, but they wait for each other: libnftables caches names of devices and
     extensions in global variables.
     """
-    with Netlink(NETLINK_NETFILTER, "nf_tables"):
+    with nft.NfTables():
         pass
     try:
         import nftables

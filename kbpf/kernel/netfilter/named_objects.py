@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterable
 from typing import Final
 
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos, KernelError
 from kbpf.kernel.net.netlink import (
     Netlink,
     iterate_attributes,
@@ -82,14 +82,10 @@ def destroy_sets(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _dump_sets(name_attr: bytes) -> list[dict[int, bytes]]:
-    with Netlink(NETLINK_NETFILTER, "ipset") as netlink:
-        try:
-            messages = netlink.dump(_LIST, _NFGENMSG + _PROTOCOL_ATTR + name_attr)
-        except KernelError as error:
-            if error.errno in _ABSENT_ERRNOS:
-                return []
-            raise
-    return [parse_attributes(message.body[len(_NFGENMSG) :]) for message in messages]
+    with IgnoredErrnos(*_ABSENT_ERRNOS), Netlink(NETLINK_NETFILTER, "ipset") as netlink:
+        messages = netlink.dump(_LIST, _NFGENMSG + _PROTOCOL_ATTR + name_attr)
+        return [parse_attributes(message.body[len(_NFGENMSG) :]) for message in messages]
+    return []
 
 
 # ---- counters ------------------------------------------------------------------------------------
@@ -114,11 +110,7 @@ def _request_counters(message: int, names: Iterable[str]) -> tuple[str, ...]:
     with Netlink(NETLINK_NETFILTER, "nfacct") as netlink:
         for name in names:
             body = struct.pack("=BBH", 0, 0, 0) + pack_string(NFACCT_NAME, name)
-            try:
+            with IgnoredErrnos(*_ABSENT_ERRNOS, errno.EBUSY):
                 netlink.request(message, body)
-            except KernelError as error:
-                if error.errno not in _ABSENT_ERRNOS | {errno.EBUSY}:
-                    raise
-                continue
-            succeeded.append(name)
+                succeeded.append(name)
     return tuple(succeeded)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos
 from kbpf.kernel.net.netlink import (
     Message,
     Netlink,
@@ -50,6 +50,11 @@ _PAUSE_S: Final = 0.0005
 run."""
 
 
+class NfTables(Netlink):
+    def __init__(self) -> None:
+        super().__init__(NETLINK_NETFILTER, "nf_tables")
+
+
 class TableSummary(NamedTuple):
     """A table without the contents of its sets. Handles are never reused. `use_count`: number of
     chains, sets and maps. `rules`: the handles of its rules.
@@ -62,7 +67,7 @@ class TableSummary(NamedTuple):
 
 def read_table(family: str, table: str) -> TableSummary | None:
     """Reads one table; None if it does not exist. Raises KernelError if not permitted."""
-    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+    with NfTables() as netlink:
         reply = _request_or_none(
             netlink,
             _GET_TABLE,
@@ -71,11 +76,8 @@ def read_table(family: str, table: str) -> TableSummary | None:
         )
         if reply is None:
             return None
-        attrs = parse_attributes(reply.body[_NFGENMSG.size :])
-        rules = (
-            parse_attributes(message.body[_NFGENMSG.size :])
-            for message in netlink.dump(_GET_RULE, _pack_table_filter(family, table))
-        )
+        attrs = _parse_body(reply.body)
+        rules = (_parse_body(message.body) for message in netlink.dump(_GET_RULE, _pack_table_filter(family, table)))
         handles = (
             _parse_be(rule[uapi.NFTA_RULE_HANDLE])
             for rule in rules
@@ -90,7 +92,7 @@ def read_table(family: str, table: str) -> TableSummary | None:
 
 def count_rules(family: str, table: str, limit: int) -> int:
     """The number of rules of a table, at most `limit`: reading stops there."""
-    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+    with NfTables() as netlink:
         rules = netlink.dump_lazily(_GET_RULE, _pack_table_filter(family, table))
         return sum(1 for _ in islice(rules, limit))
 
@@ -126,12 +128,12 @@ def list_rules(family: str, table: str, chain: str = "") -> Iterator[Rule]:
     request = _pack_table_filter(family, table)
     if chain:
         request += pack_string(uapi.NFTA_RULE_CHAIN, chain)
-    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+    with NfTables() as netlink:
         messages = netlink.dump(_GET_RULE, request)
     for number, message in enumerate(messages, 1):
         if number % _RULES_PER_PAUSE == 0:
             time.sleep(_PAUSE_S)
-        attrs = parse_attributes(message.body[_NFGENMSG.size :])
+        attrs = _parse_body(message.body)
         rule = _parse_rule(attrs)
         # An old kernel may not know the filter.
         if parse_string(attrs[uapi.NFTA_RULE_TABLE]) == table and chain in ("", rule.chain):
@@ -194,14 +196,14 @@ def list_chains() -> list[dict[str, Any]]:
     base chains `type`, `hook`, `prio` and `policy` too. Bytes of a name that are not UTF-8 are
     escaped (``\\xfc``), where libnftables ends the process.
     """
-    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+    with NfTables() as netlink:
         messages = netlink.dump(_GET_CHAIN, _NFGENMSG.pack(0, 0, 0))
     return [_parse_chain(message.body) for message in messages]
 
 
 def _parse_chain(body: bytes) -> dict[str, Any]:
     number = _NFGENMSG.unpack_from(body)[0]
-    attrs = parse_attributes(body[_NFGENMSG.size :])
+    attrs = _parse_body(body)
     family = _FAMILIES.get(number, str(number))
     chain: dict[str, Any] = {
         "family": family,
@@ -223,25 +225,22 @@ def _parse_chain(body: bytes) -> dict[str, Any]:
 
 def has_table(family: str, table: str) -> bool:
     """Whether the table exists."""
-    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+    with NfTables() as netlink:
         attrs = pack_string(uapi.NFTA_TABLE_NAME, table)
         return _request_or_none(netlink, _GET_TABLE, family, attrs) is not None
 
 
 def has_set(family: str, table: str, name: str) -> bool:
     """Whether the table exists and has a set or map of this name."""
-    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+    with NfTables() as netlink:
         attrs = pack_string(uapi.NFTA_SET_TABLE, table) + pack_string(uapi.NFTA_SET_NAME, name)
         return _request_or_none(netlink, _GET_SET, family, attrs) is not None
 
 
 def _request_or_none(netlink: Netlink, msg_type: int, family: str, attrs: bytes) -> Message | None:
-    try:
+    with IgnoredErrnos(errno.ENOENT):
         return netlink.request(msg_type, _pack_header(family) + attrs)[0]
-    except KernelError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        return None
+    return None
 
 
 def _pack_table_filter(family: str, table: str) -> bytes:
@@ -251,6 +250,10 @@ def _pack_table_filter(family: str, table: str) -> bytes:
 
 def _pack_header(family: str) -> bytes:
     return _NFGENMSG.pack(_FAMILY_NUMBERS[family], 0, 0)
+
+
+def _parse_body(body: bytes) -> dict[int, bytes]:
+    return parse_attributes(body[_NFGENMSG.size :])
 
 
 def _parse_be(raw: bytes) -> int:

@@ -32,7 +32,7 @@ class EarlyChains(NamedTuple):
 def find_chains() -> EarlyChains:
     """Finds the base chains of nf_tables. Raises KernelError if nf_tables cannot be read."""
     names, unreadable = [], []
-    for chain in filter(_is_early, forward_rules.list_chains()):
+    for chain in filter(_is_early, nft.list_chains()):
         family, table = chain["family"], chain["table"]
         name = " ".join((family, table, chain["name"]))
         if chain["policy"] == "drop":

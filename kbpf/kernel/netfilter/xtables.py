@@ -15,15 +15,14 @@ from collections.abc import Iterable
 from typing import Final
 
 from kbpf.kernel.net.netlink import (
-    Netlink,
     NetlinkRequest,
     pack_attribute,
     pack_nested,
     pack_string,
 )
-from kbpf.kernel.net.uapi import NETLINK_NETFILTER, NLM_F_APPEND, NLM_F_CREATE
+from kbpf.kernel.net.uapi import NLM_F_APPEND, NLM_F_CREATE
 from kbpf.kernel.netfilter import uapi
-from kbpf.kernel.netfilter.nft import NFPROTO
+from kbpf.kernel.netfilter.nft import NFPROTO, NfTables
 
 _NEW_RULE: Final = uapi.NFNL_SUBSYS_NFTABLES << 8 | uapi.NFT_MSG_NEWRULE
 _DEL_RULE: Final = uapi.NFNL_SUBSYS_NFTABLES << 8 | uapi.NFT_MSG_DELRULE
@@ -63,7 +62,7 @@ def accept_established(
         chain_header + pack_attribute(uapi.NFTA_RULE_HANDLE, _pack_be64(handle)) for handle in replaced_handles
     )
     batch_header = _NFGENMSG.pack(0, 0, uapi.NFNL_SUBSYS_NFTABLES)
-    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+    with NfTables() as netlink:
         netlink.send_batch(
             NetlinkRequest(
                 uapi.NFNL_MSG_BATCH_BEGIN,

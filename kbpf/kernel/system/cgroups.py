@@ -10,22 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 
 REMOVE_TIMEOUT_S: Final = 30.0
 
 
 def create(path: Path) -> Path:
     """Creates a cgroup, which must not exist yet."""
-    try:
+    with kernel_errors("cannot create the cgroup", str(path), "it needs root and a writable cgroup v2 mount"):
         path.mkdir()
-    except OSError as error:
-        raise KernelError(
-            "cannot create the cgroup",
-            str(path),
-            "it needs root and a writable cgroup v2 mount",
-            errno=error.errno or 0,
-        ) from error
     return path
 
 
@@ -41,10 +34,8 @@ def temporary(parent: Path, name: str) -> Iterator[Path]:
 
 def join(path: Path) -> None:
     """Moves this process into the cgroup; its children start there."""
-    try:
+    with kernel_errors("cannot enter the cgroup", str(path), ""):
         (path / "cgroup.procs").write_text(str(os.getpid()))
-    except OSError as error:
-        raise KernelError("cannot enter the cgroup", str(path), errno=error.errno or 0) from error
 
 
 def kill(path: Path) -> None:

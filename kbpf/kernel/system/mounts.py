@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.system.private_folders import PRIVATE_MODE
+from kbpf.kernel.system.process import call_libc
 
 log = logging.getLogger("kbpf.kernel")
 
@@ -60,14 +61,15 @@ def list_mounts() -> tuple[Mount, ...]:
     return parse_mountinfo(os.fsdecode(Path("/proc/self/mountinfo").read_bytes()))
 
 
-def _read_inode(path: Path) -> int:
+def read_inode(path: Path) -> int:
+    """The inode, which is the id of a cgroup; -1 if there is no such path."""
     try:
         return path.stat().st_ino
     except OSError:
-        return 0
+        return -1
 
 
-def find_cgroup_root(mounts: tuple[Mount, ...] | None = None, inode_of: Callable[[Path], int] = _read_inode) -> Path:
+def find_cgroup_root(mounts: tuple[Mount, ...] | None = None, inode_of: Callable[[Path], int] = read_inode) -> Path:
     """Returns the root of the cgroup v2 hierarchy, also on machines with v1 and v2 (hybrid). Where
     only v1 is mounted, it is mounted for this process (mount_cgroup_root()).
 
@@ -100,39 +102,25 @@ def mount_cgroup_root() -> Path:
     ends with it. The kernel has this hierarchy even if the node uses cgroup v1 alone; all processes
     are in its root then.
     """
-    try:
-        context = _syscall(_FSOPEN, b"cgroup2", _CLOEXEC)
+    with kernel_errors(
+        "no cgroup v2 hierarchy is mounted, and it cannot be mounted",
+        "/proc/self/mountinfo",
+        "on the node: mount -t cgroup2 none DIR, and name it with --cgroup; or grant CAP_SYS_ADMIN",
+    ):
+        context = call_libc("syscall", _FSOPEN, b"cgroup2", _CLOEXEC)
         try:
-            _syscall(_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
-            mount = _syscall(_FSMOUNT, context, _CLOEXEC, 0)
+            call_libc("syscall", _FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+            mount = call_libc("syscall", _FSMOUNT, context, _CLOEXEC, 0)
         finally:
             os.close(context)
-    except OSError as error:
-        raise KernelError(
-            "no cgroup v2 hierarchy is mounted, and it cannot be mounted",
-            "/proc/self/mountinfo",
-            "on the node: mount -t cgroup2 none DIR, and name it with --cgroup; or grant CAP_SYS_ADMIN",
-            error.errno or 0,
-        ) from error
     log.info("mounted the cgroup v2 hierarchy for this process: the node has cgroup v1 only")
     return Path(f"/proc/{os.getpid()}/fd/{mount}")
 
 
-def _syscall(number: int, *arguments: object) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    result: int = libc.syscall(number, *arguments)
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return result
-
-
 def is_cgroup2(path: Path) -> bool:
     """Whether this folder is in a cgroup v2 hierarchy."""
-    try:
+    with kernel_errors("cannot read the cgroup", str(path), "run as root"):
         return (path / "cgroup.controllers").exists()
-    except PermissionError as error:
-        raise KernelError("cannot read the cgroup", str(path), "run as root", error.errno or 0) from error
 
 
 class Cgroup(NamedTuple):
@@ -164,10 +152,8 @@ def find_cgroups(ids: Iterable[int], mask: int = ~0) -> dict[int, Cgroup]:
 def file_system_magic(path: Path) -> int:
     """The magic number of the file system that contains this path, from statfs(2)."""
     buffer = ctypes.create_string_buffer(256)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.statfs(os.fsencode(path), buffer):
-        code = ctypes.get_errno()
-        raise KernelError("cannot read the file system's type", str(path), errno=code)
+    with kernel_errors("cannot read the file system's type", str(path), ""):
+        call_libc("statfs", os.fsencode(path), buffer)
     # struct statfs begins with f_type, a long; 32-bit constants are sign-extended in it.
     return int.from_bytes(buffer.raw[:8], "little") & 0xFFFFFFFF
 
@@ -209,11 +195,9 @@ def ensure_bpffs(pin_dir: Path) -> None:
     disappear with the container, and its pins too.
     """
     ancestor = pin_dir
-    try:
+    with kernel_errors("cannot read the pin folder", str(pin_dir), "run as root"):
         while not ancestor.exists():
             ancestor = ancestor.parent
-    except PermissionError as error:
-        raise KernelError("cannot read the pin folder", str(ancestor), "run as root", error.errno or 0) from error
     if not is_bpffs(ancestor):
         mount_point = BPF_FS if pin_dir.is_relative_to(BPF_FS) else pin_dir
         if any(mount.path == mount_point for mount in list_mounts()):
@@ -223,29 +207,16 @@ def ensure_bpffs(pin_dir: Path) -> None:
                 f"on the node: mount -t bpf -o mode=700 bpf {mount_point}",
             )
         mount_bpffs(mount_point)
-    try:
+    with kernel_errors("cannot create the pin folder", str(pin_dir), PIN_DIR_HINT):
         pin_dir.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
-    except OSError as error:
-        raise KernelError(
-            "cannot create the pin folder",
-            str(pin_dir),
-            PIN_DIR_HINT,
-            errno=error.errno or 0,
-        ) from error
 
 
 def mount_bpffs(path: Path) -> None:
     """Mounts a bpffs that only root can enter."""
-    try:
+    with kernel_errors("cannot create the mount point for a bpffs", str(path), PIN_DIR_HINT):
         path.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
-    except OSError as error:
-        raise KernelError(
-            "cannot create the mount point for a bpffs", str(path), PIN_DIR_HINT, error.errno or 0
-        ) from error
-    try:
+    with kernel_errors("cannot read the pin folder", str(path), "run as root"):
         files = sorted(os.listdir(path))
-    except OSError as error:
-        raise KernelError("cannot read the pin folder", str(path), "run as root", error.errno or 0) from error
     if files:
         more = ", ..." if len(files) > MAX_NAMED_FILES else ""
         raise KernelError(
@@ -253,27 +224,20 @@ def mount_bpffs(path: Path) -> None:
             str(path),
             PIN_DIR_HINT,
         )
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, b"mode=0700"):
-        raise KernelError(
-            "cannot mount a bpffs",
-            str(path),
-            "on the host: mount -t bpf -o mode=700 bpf /sys/fs/bpf; or grant CAP_SYS_ADMIN",
-            errno=ctypes.get_errno(),
-        )
+    hint = "on the host: mount -t bpf -o mode=700 bpf /sys/fs/bpf; or grant CAP_SYS_ADMIN"
+    with kernel_errors("cannot mount a bpffs", str(path), hint):
+        call_libc("mount", b"bpf", os.fsencode(path), b"bpf", 0, b"mode=0700")
     log.info("mounted a bpffs path=%s", path)
 
 
-def is_own_bpffs(path: Path, mounts: tuple[Mount, ...] | None = None) -> bool:
+def is_own_bpffs(path: Path) -> bool:
     """Whether a bpffs is mounted at exactly this folder, as by mount_bpffs(); False for the
     machine's own at /sys/fs/bpf.
     """
-    path_mounts = [mount for mount in (list_mounts() if mounts is None else mounts) if mount.path == path.resolve()]
+    path_mounts = [mount for mount in list_mounts() if mount.path == path.resolve()]
     return bool(path_mounts) and path_mounts[-1].fs_type == "bpf" and path_mounts[-1].path != BPF_FS
 
 
 def unmount(path: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.umount2(os.fsencode(path), 0):
-        code = ctypes.get_errno()
-        raise KernelError("cannot unmount the bpffs", str(path), f"umount {path}", errno=code)
+    with kernel_errors("cannot unmount the bpffs", str(path), f"umount {path}"):
+        call_libc("umount2", os.fsencode(path), 0)

@@ -5,7 +5,6 @@ setns(2) changes only the calling thread, and a thread that cannot return must n
 run_in() uses a new thread that exits afterwards.
 """
 
-import ctypes
 import errno
 import os
 import socket
@@ -14,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
-from kbpf.errors import KernelError, kernel_errors
+from kbpf.errors import kernel_errors
+from kbpf.kernel.system.process import call_libc
 
 CLONE_NEWNET: Final = 0x40000000
 SO_NETNS_COOKIE: Final = 71
@@ -85,21 +85,12 @@ def enter(path: Path) -> None:
 
     Does nothing if the thread is already there: setns(2) would require CAP_SYS_ADMIN even then.
     """
-    try:
+    with kernel_errors("cannot open the network namespace", str(path), ""):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise KernelError("cannot open the network namespace", str(path), errno=error.errno or 0) from error
-    libc = ctypes.CDLL(None, use_errno=True)
     try:
-        if _is_own(fd):
-            return
-        if libc.setns(fd, CLONE_NEWNET):
-            raise KernelError(
-                "cannot enter the network namespace",
-                str(path),
-                "it needs CAP_SYS_ADMIN",
-                errno=ctypes.get_errno(),
-            )
+        if not _is_own(fd):
+            with kernel_errors("cannot enter the network namespace", str(path), "it needs CAP_SYS_ADMIN"):
+                call_libc("setns", fd, CLONE_NEWNET)
     finally:
         os.close(fd)
 
@@ -115,6 +106,5 @@ def _is_own(fd: int) -> bool:
 
 def unshare() -> None:
     """Moves the calling thread to a new, empty network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(CLONE_NEWNET):
-        raise KernelError("cannot create a network namespace", "", "it needs CAP_SYS_ADMIN", ctypes.get_errno())
+    with kernel_errors("cannot create a network namespace", "", "it needs CAP_SYS_ADMIN"):
+        call_libc("unshare", CLONE_NEWNET)

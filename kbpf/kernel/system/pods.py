@@ -60,11 +60,11 @@ def find_parent_of_pods(root: Path) -> Path | None:
     return None
 
 
-def list_pod_names(folder: Path = LOG_FOLDER) -> Mapping[str, str]:
+def list_pod_names() -> Mapping[str, str]:
     """Uid → ``namespace/name`` of the Pods of this node; empty if the folder is not visible."""
     names = {}
     with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
+        for name in os.listdir(LOG_FOLDER):
             parts = name.split("_")  # no name of Kubernetes has an underscore
             if len(parts) == 3:
                 namespace, pod, uid = parts

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 
 LOCK_TIMEOUT_S: Final = 5.0
 """How long to wait for the lock of an agent that is shutting down."""
@@ -62,10 +62,8 @@ def lock_folder(folder: Path, timeout: float, hint: str) -> int:
     raises KernelError (EAGAIN) with this hint.
     """
     require_private(folder)
-    try:
+    with kernel_errors("cannot open the folder", str(folder), "run as root"):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise KernelError("cannot open the folder", str(folder), "run as root", error.errno or 0) from error
     try:
         _make_private(fd, folder)
         _lock(fd, folder, timeout, hint)
@@ -77,12 +75,9 @@ def lock_folder(folder: Path, timeout: float, hint: str) -> int:
 
 def _make_private(fd: int, folder: Path) -> None:
     # Earlier versions made it readable for everyone.
-    if not os.fstat(fd).st_mode & 0o077:
-        return
-    try:
-        os.fchmod(fd, PRIVATE_MODE)
-    except OSError as error:
-        raise KernelError("cannot make the folder private", str(folder), "run as root", error.errno or 0) from error
+    if os.fstat(fd).st_mode & 0o077:
+        with kernel_errors("cannot make the folder private", str(folder), "run as root"):
+            os.fchmod(fd, PRIVATE_MODE)
 
 
 def _lock(fd: int, folder: Path, timeout: float, hint: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.errors import KernelError
+from kbpf.errors import kernel_errors
 
 PR_SET_PDEATHSIG: Final = 1
 PROC_PID_INIT_INO: Final = 0xEFFFFFFC
@@ -52,16 +52,10 @@ def raise_nofile_limit() -> None:
 def set_oom_score_adj(value: int) -> None:
     """Sets the priority for the OOM killer: -1000 never, 1000 first."""
     path = Path("/proc/self/oom_score_adj")
-    try:
+    hint = "a value below the current one needs CAP_SYS_RESOURCE"
+    with kernel_errors(f"cannot set oom_score_adj to {value}", str(path), hint):
         if path.read_text().strip() != str(value):
             path.write_text(str(value))
-    except OSError as error:
-        raise KernelError(
-            f"cannot set oom_score_adj to {value}",
-            str(path),
-            "a value below the current one needs CAP_SYS_RESOURCE",
-            error.errno or 0,
-        ) from error
 
 
 STAT_STATE, STAT_START_TIME = 0, 19
@@ -84,6 +78,15 @@ def _runs_since(stat: str, started: float) -> bool:
     fields = stat.rpartition(")")[2].split()
     began = int(fields[STAT_START_TIME]) / os.sysconf("SC_CLK_TCK")
     return fields[STAT_STATE] not in ("Z", "X") and began <= started
+
+
+def call_libc(function: str, *arguments: object) -> int:
+    """Calls a function of libc that returns a number. Raises OSError if that is negative."""
+    result: int = getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
 
 
 class ProcessCommand(NamedTuple):

@@ -5,13 +5,12 @@ In a container /proc/sys is read-only. Our pod mounts the node's /proc/sys/net a
 HOST_ROOT. At both places the kernel shows the settings of the reader's own network namespace.
 """
 
-import errno
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from kbpf.errors import KernelError, kernel_errors
+from kbpf.errors import kernel_errors
 
 ROOT: Final = Path("/proc/sys")
 HOST_ROOT: Final = Path("/host/proc/sys")
@@ -32,10 +31,8 @@ def path_of(name: str, root: Path = ROOT, host_root: Path = HOST_ROOT) -> Path:
 
 def read(name: str) -> str:
     """Returns the value of a setting, stripped."""
-    try:
+    with kernel_errors(f"cannot read the setting {name}", str(ROOT), "mount /proc"):
         return path_of(name).read_text().strip()
-    except OSError as error:
-        raise KernelError(f"cannot read the setting {name}", str(ROOT), "mount /proc", error.errno or 0) from error
 
 
 def is_writable(name: str) -> bool:
@@ -50,12 +47,8 @@ def write(name: str, value: str) -> None:
     """Writes a setting. Raises KernelError with EROFS or EACCES in a container without write
     access.
     """
-    try:
+    with kernel_errors(f"cannot set {name}", str(ROOT), f"on the node: sysctl -w {name}={value}"):
         path_of(name).write_text(f"{value}\n")
-    except OSError as error:
-        raise KernelError(
-            f"cannot set {name}", str(ROOT), f"on the node: sysctl -w {name}={value}", error.errno or errno.EIO
-        ) from error
 
 
 # ---- ports ---------------------------------------------------------------------------------------

@@ -11,10 +11,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from operator import attrgetter
+from typing import Final
 
 from kbpf.errors import KernelError
 from kbpf.kernel.system.polling import Backoff
+from kbpf.model.status import ThreadView
 
 log = logging.getLogger("kbpf.threads")
 
@@ -27,23 +29,9 @@ FAILING_LIMIT_S: Final = 60.0
 """A thread whose work has kept failing for this long counts as down."""
 
 
-class ThreadState(NamedTuple):
-    """The state of a thread. `idle`: seconds since its last heartbeat. `limit`: how many seconds
-    it may take between two, 0: unlimited. `restarts`: how often its work was started again.
-    `problem`: why it counts as down, or "".
-    """
-
-    name: str
-    alive: bool
-    idle: float
-    limit: float
-    restarts: int
-    problem: str
-
-
 class SupervisedThread:
     """A thread that is started once and then stopped. `target` must return soon after its owner
-    tells it to stop.
+    tells it to stop. `limit`: how many seconds it may take between two heartbeats, 0: unlimited.
     """
 
     def __init__(
@@ -60,6 +48,7 @@ class SupervisedThread:
 
     def start(self) -> None:
         """Starts the thread. Raises KernelError if the limit of threads is reached."""
+        self.record_progress()
         with _lock:
             _table.append(self)
         try:
@@ -81,11 +70,9 @@ class SupervisedThread:
         self._unregister()
         return not self._thread.is_alive()
 
-    def get_state(self) -> ThreadState:
-        idle = self._clock() - self._last_beat
-        return ThreadState(
-            self.name, self._thread.is_alive(), idle, self._limit, self._restarts, self._describe_problem(idle)
-        )
+    def get_state(self) -> ThreadView:
+        idle, alive = self._clock() - self._last_beat, self._thread.is_alive()
+        return ThreadView(self.name, alive, round(idle, 1), self._restarts, self._describe_problem(idle))
 
     def _describe_problem(self, idle: float) -> str:
         failing = self._failing_since
@@ -147,11 +134,11 @@ def heartbeat() -> None:
         thread.record_progress()
 
 
-def list_threads() -> tuple[ThreadState, ...]:
+def list_threads() -> tuple[ThreadView, ...]:
     """The states of all supervised threads, by name."""
     with _lock:
         threads = list(_table)
-    return tuple(sorted(thread.get_state() for thread in threads))
+    return tuple(sorted((thread.get_state() for thread in threads), key=attrgetter("name")))
 
 
 def list_problems() -> tuple[str, ...]:

@@ -101,16 +101,6 @@ class Cluster:
             if url == self.url:
                 self._server_index += 1
 
-    def check_credentials(self) -> None:
-        """Raises ConfigError if the credentials cannot be read. Uses no network; call it at the
-        start.
-        """
-        try:
-            if not self.access.plugin:
-                self.get_tls_context(self.get_credentials())
-        except SourceError as error:
-            raise ConfigError(error.what, error.where, error.hint) from error
-
     def get_credentials(self, is_cancelled: Callable[[], bool] = lambda: False) -> Credentials:
         """Returns fresh credentials for one request. Raises SourceError.
 

@@ -5,7 +5,7 @@ this node's Node.
 
 import contextlib
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -15,18 +15,9 @@ from kbpf.model.objects import EndpointSlice, Node, Service
 from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
 from kbpf.source.api.resource import PAGE_TIMEOUT_S, SERVICES, SLICES, Resource, list_once, own_node_resource
 from kbpf.source.api.transport import ApiConnection
-from kbpf.source.decode import decode
+from kbpf.source.decode import decode, wire
 
-
-class _PodSpec(msgspec.Struct, rename={"node": "nodeName"}):
-    node: str = ""
-
-
-class _Pod(msgspec.Struct):
-    spec: _PodSpec = msgspec.field(default_factory=_PodSpec)
-
-
-_POD_DECODER: Final = msgspec.json.Decoder(_Pod)
+T = TypeVar("T")
 
 
 class ServiceObjects(NamedTuple):
@@ -47,23 +38,22 @@ def read(cluster: Cluster, namespace: str, name: str, node_name: str) -> Service
     errors: list[str] = []
     with contextlib.closing(ApiConnection(cluster, response_timeout=PAGE_TIMEOUT_S)) as connection:
 
-        def objects(resource: Resource) -> list[object]:
-            found: list[object] = []
+        def objects(resource: Resource, kind: type[T]) -> list[T]:
+            found: list[T] = []
 
             def handle(raw: msgspec.Raw) -> None:
                 item = decode.decode_object(resource.kind, raw)
                 if item.error:
                     errors.append(f"{item.key}: {item.error}")
-                elif item.object is not None:
+                elif isinstance(item.object, kind):
                     found.append(item.object)
 
             list_once(connection, cluster, resource, handle)
             return found
 
         folder = f"/namespaces/{quote(namespace, safe='')}/"
-        one = replace(SERVICES, path=SERVICES.path.replace("/services", f"{folder}services"))
-        one = replace(one, field_selector=f"metadata.name={name}")
-        services = [found for found in objects(one) if isinstance(found, Service)]
+        path = SERVICES.path.replace("/services", f"{folder}services")
+        services = objects(replace(SERVICES, path=path, field_selector=f"metadata.name={name}"), Service)
         if not services:
             raise NotFoundError(
                 f"no Service {namespace}/{name}, or one that kbpf does not serve",
@@ -72,13 +62,9 @@ def read(cluster: Cluster, namespace: str, name: str, node_name: str) -> Service
             )
         path = SLICES.path.replace("/endpointslices", f"{folder}endpointslices")
         selector = f"kubernetes.io/service-name={name}"
-        slices = tuple(
-            found
-            for found in objects(replace(SLICES, path=path, label_selector=selector))
-            if isinstance(found, EndpointSlice)
-        )
-        nodes = [found for found in objects(own_node_resource(node_name)) if isinstance(found, Node)]
-    return ServiceObjects(services[0], slices, (*nodes, Node(node_name))[0], tuple(errors))
+        slices = objects(replace(SLICES, path=path, label_selector=selector), EndpointSlice)
+        nodes = objects(own_node_resource(node_name), Node)
+    return ServiceObjects(services[0], tuple(slices), (*nodes, Node(node_name))[0], tuple(errors))
 
 
 def find_node_of_pod(cluster: Cluster, namespace: str, name: str) -> str:
@@ -90,6 +76,7 @@ def find_node_of_pod(cluster: Cluster, namespace: str, name: str) -> str:
     if response.status != 200:
         return ""
     try:
-        return _POD_DECODER.decode(body).spec.node
+        spec = msgspec.json.decode(body, type=wire.Pod).spec
+        return (spec and spec.node_name) or ""
     except msgspec.MsgspecError as error:
         raise SourceError("the response is not a Pod", cluster.url) from error

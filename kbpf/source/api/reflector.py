@@ -103,7 +103,7 @@ class Reflector:
         response_timeout: float = RESPONSE_TIMEOUT,
     ) -> None:
         self._cluster, self._resource, self._emit = cluster, resource, emit
-        self._full_resource, self._is_narrowed = resource, False
+        self._full_resource = resource
         self._clock, self._rng, self._wait, self._silence_timeout = (clock, rng, wait, silence_timeout)
         self._connection = ApiConnection(cluster, response_timeout=response_timeout)
         self._backoff = Backoff(FIRST_RETRY, MAX_RETRY, rng, STEADY_AFTER)
@@ -243,8 +243,9 @@ class Reflector:
             if error.status != 403:
                 raise
             is_narrowed = True
-        if is_narrowed != self._is_narrowed:
-            self._is_narrowed, self._resource = (is_narrowed, narrow if is_narrowed else self._full_resource)
+        resource = narrow if is_narrowed else self._full_resource
+        if resource is not self._resource:
+            self._resource = resource
             self._is_relist = False  # objects that are no longer requested have not drifted
             log.info("watch scope changed name=%s all=%s", narrow.name, not is_narrowed)
 

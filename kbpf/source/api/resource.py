@@ -56,7 +56,7 @@ class Resource:
         """LIST of the newest state: the first page, or the page that `token` continues."""
         return self._query(limit=str(PAGE_SIZE), **{"continue": token})
 
-    def one_object_query(self, key: ObjectKey | None = None) -> str:
+    def one_object_query(self, key: ObjectKey | None) -> str:
         """LIST of one object, `key` or any, to learn the server's current version."""
         if key is None:
             return self._query(limit="1")
@@ -71,17 +71,12 @@ class Resource:
 
     def stream_query(self, seconds: int) -> str:
         """WATCH that starts with all objects of the newest state, followed by an end mark."""
-        return self._query(
-            sendInitialEvents="true",
-            resourceVersionMatch="NotOlderThan",
-            watch="1",
-            allowWatchBookmarks="true",
-            timeoutSeconds=str(seconds),
-        )
+        return self.watch_query("", seconds, sendInitialEvents="true", resourceVersionMatch="NotOlderThan")
 
-    def watch_query(self, version: str, seconds: int) -> str:
+    def watch_query(self, version: str, seconds: int, **options: str) -> str:
         """WATCH that resumes from `version`."""
         return self._query(
+            **options,
             resourceVersion=version,
             watch="1",
             allowWatchBookmarks="true",

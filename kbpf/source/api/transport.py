@@ -261,7 +261,7 @@ class ApiConnection:
         self._raw: _RawResponse | None = None
         self._lock = threading.Lock()
         self._shutdown_sock: socket.socket | None = None
-        self._closed = False
+        self.is_closed = False
         self._credentials = Credentials()
 
     def _select_server(self) -> None:
@@ -272,14 +272,10 @@ class ApiConnection:
         self._port = url.port or (443 if url.scheme == "https" else 80)
         self._base = url.path
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
-
     def close(self) -> None:
         """Aborts everything at once; all later requests fail. Thread-safe."""
         with self._lock:
-            self._closed = True
+            self.is_closed = True
             if self._shutdown_sock is not None:
                 with contextlib.suppress(OSError):  # not connected (any more)
                     self._shutdown_sock.shutdown(socket.SHUT_RDWR)
@@ -312,17 +308,18 @@ class ApiConnection:
         if self._raw is not None and not self._raw.isclosed():
             self.drop()
         was_open = self._http is not None and self._http.sock is not None
-        try:
-            raw = self._send(method, path, body, accept)
-        except ConnectionError as error:
-            self.drop()
-            if not was_open:
-                raise self._explain_error(error) from error
-            # The server closed the idle connection: that is not a failure yet.
-            raw = self.translate_errors(lambda: self._send(method, path, body, accept))
-        except (OSError, http.client.HTTPException, ResponseLimitExceeded) as error:
-            self.drop()
-            raise self._explain_error(error) from error
+
+        def send() -> _RawResponse:
+            try:
+                return self._send(method, path, body, accept)
+            except ConnectionError:
+                if not was_open:
+                    raise
+                # The server closed the idle connection: that is not a failure yet.
+                self.drop()
+                return self._send(method, path, body, accept)
+
+        raw = self.translate_errors(send)
         if raw.status == 401:
             self._cluster.reject_credentials(self._credentials)
         raw.bounds.set_bounds(float("inf"), float("inf"), "")
@@ -348,13 +345,13 @@ class ApiConnection:
             code = str(raw.status)
             return raw
         finally:
-            if not self._closed:
+            if not self.is_closed:
                 host, seconds = f"{self._host}:{self._port}", time.monotonic() - start
                 log.debug("request %s %s host=%s code=%s ms=%.1f", method, path, host, code, seconds * 1000)
                 self._cluster.on_request(host, method, code, seconds)
 
     def _exchange(self, method: str, path: str, body: bytes | None, accept: str) -> _RawResponse:
-        credentials = self._credentials = self._cluster.get_credentials(lambda: self._closed)
+        credentials = self._credentials = self._cluster.get_credentials(lambda: self.is_closed)
         if self._http is None or self._http.sock is None:
             self.drop()
             self._select_server()
@@ -401,7 +398,7 @@ class ApiConnection:
             sock = socket.socket(family, kind, protocol)
             try:
                 with self._lock:
-                    if self._closed:
+                    if self.is_closed:
                         raise ConnectionAbortedError("stopped")
                     self._shutdown_sock, old = sock.dup(), self._shutdown_sock
                 if old is not None:
@@ -415,7 +412,7 @@ class ApiConnection:
                 return sock
             except OSError:
                 sock.close()
-                if self._closed or i == len(addresses) - 1:
+                if self.is_closed or i == len(addresses) - 1:
                     raise
         raise OSError("the host name has no address")
 
@@ -426,7 +423,7 @@ class ApiConnection:
             self._cluster.on_connect(cookie, parse_addr(host), self._port)
 
     def _explain_error(self, error: Exception) -> SourceError:
-        if self._closed:
+        if self.is_closed:
             return SourceError("stopped", self._url)
         return explain_error(error, self._url, self._cluster.access.where)
 

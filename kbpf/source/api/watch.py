@@ -48,8 +48,6 @@ class InitialListEnd(msgspec.Struct, frozen=True):
 class VersionExpired(msgspec.Struct, frozen=True):
     """410 Gone: the resourceVersion is too old to resume from."""
 
-    message: str
-
 
 class WatchFailed(msgspec.Struct, frozen=True):
     """The server ended the watch with an error; `code` is the HTTP status, 0 if it sent none."""
@@ -148,8 +146,9 @@ class WatchStream:
 
 
 def _status_message(status: wire.ApiStatus) -> WatchMessage:
-    message = status.message or status.reason or "no message"
-    return VersionExpired(message) if status.code == 410 else WatchFailed(status.code or 0, message)
+    if status.code == 410:
+        return VersionExpired()
+    return WatchFailed(status.code or 0, status.message or status.reason or "no message")
 
 
 # ---- what was emitted ----------------------------------------------------------------------------
@@ -242,7 +241,7 @@ class KnownVersions:
         """
         self._states = dict.fromkeys(self._states, UNKNOWN_STATE)
 
-    def begin_list(self, heard_through: str = "") -> None:
+    def begin_list(self, heard_through: str) -> None:
         """Starts a new list; update() now gets its objects. `heard_through`: all changes up to
         this version have been received, so an object with an older version that differs has
         drifted.

@@ -18,6 +18,7 @@ server's validation, the checks are made here.
 import re
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import lru_cache
 from sys import intern
 from typing import Any, Final, NamedTuple
@@ -103,27 +104,22 @@ def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> DecodedObject:
 
     Raises ObjectError if not even its name can be read, or if it is longer than MAX_OBJECT_BYTES.
     """
-    decoder = _DECODERS[kind]
     size = len(memoryview(data))  # a msgspec.Raw has no len(); this does not copy it
-    if size <= LARGE_OBJECT_BYTES:
-        return _decode(kind, data, decoder.json_decoder.decode, _META_DECODER.decode, decoder.to_model)
     if size > MAX_OBJECT_BYTES:
         raise ObjectError(f"not a {kind}: larger than {MAX_OBJECT_BYTES >> 20} MiB")
-    with _LARGE_OBJECT_LOCK:
-        return _decode(kind, data, decoder.json_decoder.decode, _META_DECODER.decode, decoder.to_model)
+    with _LARGE_OBJECT_LOCK if size > LARGE_OBJECT_BYTES else nullcontext():
+        return _decode(kind, data, _DECODERS[kind].json_decoder.decode, _META_DECODER.decode)
 
 
 def convert_object(kind: Kind, value: object) -> DecodedObject:
     """Decodes plain dicts and lists, such as a YAML document, as strictly as JSON: ``port: "80"``
     is an error here because it is one in an API server.
     """
-    decoder = _DECODERS[kind]
     return _decode(
         kind,
         value,
-        lambda raw: msgspec.convert(raw, decoder.wire_type),
+        lambda raw: msgspec.convert(raw, _DECODERS[kind].wire_type),
         lambda raw: msgspec.convert(raw, wire.PartialObject),
-        decoder.to_model,
     )
 
 
@@ -283,11 +279,7 @@ def decode_pod(obj: wire.Pod) -> Pod | None:
 
 
 def _decode(
-    kind: Kind,
-    data: Any,
-    decode: Callable[[Any], Any],
-    decode_meta: Callable[[Any], wire.PartialObject],
-    to_model: Callable[[Any], ModelObject | None],
+    kind: Kind, data: Any, decode: Callable[[Any], Any], decode_meta: Callable[[Any], wire.PartialObject]
 ) -> DecodedObject:
     try:
         obj = decode(data)
@@ -303,22 +295,21 @@ def _decode(
     key, version = _object_key(kind, obj.metadata), obj.metadata.resource_version or ""
     try:
         _check_names(kind, obj.metadata)
-        result = to_model(obj)
+        result = _DECODERS[kind].to_model(obj)
     except ObjectError as error:
         return DecodedObject(key, version, None, str(error), uid=uid)
-    if kind is Kind.SLICE and (annotations := obj.metadata.annotations) is not None:
-        return DecodedObject(key, version, result, "", annotations.triggered or "", uid)
-    return DecodedObject(key, version, result, uid=uid)
+    annotations = obj.metadata.annotations if kind is Kind.SLICE else None
+    return DecodedObject(key, version, result, "", (annotations and annotations.triggered) or "", uid)
 
 
-def _object_key(kind: Kind, meta: wire.ObjectMeta | wire.PodMeta | wire.PartialObjectMeta) -> ObjectKey:
+def _object_key(kind: Kind, meta: wire.PartialObjectMeta) -> ObjectKey:
     if not meta.name:
         raise ObjectError(f"not a {kind}: metadata.name: missing")
     namespace = "" if kind is Kind.NODE else intern(escape_name(meta.namespace or ""))
     return ObjectKey(kind, namespace, escape_name(meta.name))
 
 
-def _check_names(kind: Kind, meta: wire.ObjectMeta | wire.PodMeta) -> None:
+def _check_names(kind: Kind, meta: wire.PartialObjectMeta) -> None:
     """Raises ObjectError unless the API server would accept the name and namespace."""
     check_name = check_label if kind is Kind.SERVICE else check_subdomain
     check_name(meta.name, "metadata.name")
@@ -533,7 +524,7 @@ def _slice_ports(ports: tuple[wire.SlicePort, ...], skipped: list[str]) -> tuple
 class _Decoder(NamedTuple):
     wire_type: Any
     json_decoder: msgspec.json.Decoder[Any]
-    to_model: Any
+    to_model: Callable[[Any], ModelObject | None]
 
 
 _META_DECODER: Final = msgspec.json.Decoder(wire.PartialObject)

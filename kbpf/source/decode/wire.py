@@ -61,12 +61,17 @@ class ServiceLabels(
     linkerd_component: str | None = None
 
 
-class ObjectMeta(WireStruct, frozen=True):
-    """metadata."""
+class PartialObjectMeta(WireStruct, frozen=True):
+    """metadata: what identifies an object, of which nothing else may be decodable."""
 
     name: str = ""
     namespace: str | None = None
     resource_version: str | None = None
+
+
+class ObjectMeta(PartialObjectMeta, frozen=True):
+    """metadata."""
+
     uid: str | None = None
     creation_timestamp: str | None = None
     labels: Labels | None = None
@@ -104,14 +109,6 @@ class SliceMeta(ObjectMeta, frozen=True):
     """metadata of an EndpointSlice."""
 
     annotations: SliceAnnotations | None = None
-
-
-class PartialObjectMeta(WireStruct, frozen=True):
-    """metadata of an object of which nothing else can be decoded."""
-
-    name: str = ""
-    namespace: str | None = None
-    resource_version: str | None = None
 
 
 class PartialObject(WireStruct, frozen=True):
@@ -301,12 +298,9 @@ class PodAnnotations(
     consul: str | None = None
 
 
-class PodMeta(WireStruct, frozen=True):
+class PodMeta(PartialObjectMeta, frozen=True):
     """metadata of a Pod."""
 
-    name: str = ""
-    namespace: str | None = None
-    resource_version: str | None = None
     uid: str | None = None
     labels: PodLabels | None = None
     annotations: PodAnnotations | None = None

@@ -171,10 +171,9 @@ class FolderSource:
                 data = file.read(MANIFESTS.size + 1)
                 if FileStamp.of(os.fstat(file.fileno())) != stamp:
                     return  # it is still being written
-            self._files[name] = _ParsedFile(
-                stamp,
-                self._with_creation_times(parse_documents(name, data), stamp),
-            )
+            contents = parse_documents(name, data)
+            objects = tuple(self._with_creation_time(located, stamp) for located in contents.objects)
+            self._files[name] = _ParsedFile(stamp, contents._replace(objects=objects))
         except ObjectError as error:
             self._files[name] = replace(before, stamp=stamp, problem=str(error))
         except OSError as error:
@@ -186,13 +185,8 @@ class FolderSource:
             problem = str(SourceError(f"cannot read the file: {error!r}", name, hint))
             self._files[name] = replace(before, stamp=stamp, problem=problem)
 
-    def _with_creation_times(self, contents: FileContents, stamp: FileStamp) -> FileContents:
-        """Sets a creationTimestamp for each Service that has none."""
-        return contents._replace(
-            objects=tuple(self._with_creation_time(located, stamp) for located in contents.objects)
-        )
-
     def _with_creation_time(self, located: LocatedObject, stamp: FileStamp) -> LocatedObject:
+        """Sets the creationTimestamp of a Service that has none."""
         service, key = located.item.object, located.item.key
         if not isinstance(service, Service) or service.creation_timestamp:
             return located

@@ -20,18 +20,11 @@ from kbpf.config.kinds import IPVS_SCHEDULERS
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.ipvs import ipvs_cleanup as cleanup
 from kbpf.dataplane.ipvs.plane import IpvsPlane
-from kbpf.kernel.net.ipvs import (
-    IpvsClient,
-    IpvsCommand,
-    IpvsRequest,
-    RealServerKey,
-    VirtualServiceKey,
-    VirtualServiceSettings,
-)
+from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, IpvsRequest, VirtualServiceSettings
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, LocalMode
-from kbpf.model.desired import ServiceState
+from kbpf.model.desired import RealServer, ServiceState, VirtualService
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Cidr, Protocol
 from tests.support.features import needs
@@ -96,15 +89,15 @@ class Bench:
 
         return self.do(act)
 
-    def add_virtual_service(self, virtual: VirtualServiceKey, server: RealServerKey) -> None:
+    def add_virtual_service(self, virtual: VirtualService, server: RealServer) -> None:
         """Adds a virtual service of somebody else."""
         requests = [
-            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, virtual, VirtualServiceSettings("rr")),
-            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, None, server, 1),
+            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, virtual, settings=VirtualServiceSettings("rr")),
+            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, server, 1),
         ]
         self.ipvs(lambda face: face.apply(requests))
 
-    def delete_virtual_services(self, *virtual: VirtualServiceKey) -> None:
+    def delete_virtual_services(self, *virtual: VirtualService) -> None:
         requests = [IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, one) for one in virtual]
         self.ipvs(lambda face: face.apply(requests, (errno.ESRCH,)))
 
@@ -478,14 +471,14 @@ table ip filter {
 
 def test_foreign_virtual_services_and_tables_stay(applied: Bench):
     bench = applied
-    theirs = VirtualServiceKey(6, parse_addr("203.0.113.1"), 80)
+    theirs = VirtualService(6, parse_addr("203.0.113.1"), 80)
 
     def tables() -> list[str]:
         return [bench.nft("--stateless", "list", "table", *name) for name in (("inet", "theirs"), ("ip", "filter"))]
 
     web = service("web", f"{VIP4}:80", a_and_b(bench, 8080))
     try:
-        bench.add_virtual_service(theirs, RealServerKey(parse_addr("10.0.0.1"), 80))
+        bench.add_virtual_service(theirs, RealServer(parse_addr("10.0.0.1"), 80))
         bench.nft("-f", "-", stdin=THEIRS)
         before = tables()
         bench.apply(web)

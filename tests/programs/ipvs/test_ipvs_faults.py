@@ -41,8 +41,7 @@ WEB, OTHER = services("web 10.96.0.1:80 -> A; other 10.96.0.2:80 -> B", NAMES)
 
 def elements(node: Node, *names: SetName) -> set[str]:
     """Addresses (and ports) in these sets."""
-    style = cleanup.ruleset_options(node.config)
-    read = node.do(lambda: ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(style))))
+    read = node.do(lambda: ruleset.parse_elements(forward_rules.run_transaction(ruleset.LIST_TABLE)))
     return {
         ":".join(format_addr(one) if isinstance(one, bytes) else str(one) for one in parts[:3:2])
         for name, parts in read
@@ -417,8 +416,7 @@ def held(node: Node) -> Any:
     """Sets, addresses and virtual services. Values of marks are left out, because they
     may differ.
     """
-    style = cleanup.ruleset_options(node.config)
-    listed = ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(style)))
+    listed = ruleset.parse_elements(forward_rules.run_transaction(ruleset.LIST_TABLE))
     marked = (SetName.SHORT_CIRCUITS, SetName.OWN_FWMARKS, SetName.FWMARKS)
     sets = sorted((n, parts[:-1] if n in marked else parts) for n, parts in listed)
     services = sorted(

@@ -79,12 +79,12 @@ class Bench(Namespace):
             self.run(f"nft delete table {name}")
 
     def read(self) -> frozenset[Element]:
-        return self.do(lambda: ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(STYLE))))
+        return self.do(lambda: ruleset.parse_elements(forward_rules.run_transaction(ruleset.LIST_TABLE)))
 
     def set_elements(self, *wanted: Element) -> None:
         """Makes the sets hold exactly these elements, in one transaction."""
         there = self.read()
-        commands = [*ruleset.delete_elements(STYLE, there - {*wanted}), *ruleset.add_elements(STYLE, {*wanted} - there)]
+        commands = [*ruleset.delete_elements(there - {*wanted}), *ruleset.add_elements({*wanted} - there)]
         if commands:
             self.do(lambda: forward_rules.run_transaction(*commands))
 
@@ -375,6 +375,6 @@ def test_local_network_counts_as_pods(bench: Bench):
 def test_deleting_the_table_leaves_no_rule(bench: Bench):
     before = bench.run("nft list ruleset")
     assert "table inet kbpf" in before
-    bench.do(lambda: forward_rules.run_transaction(*ruleset.delete_table(STYLE)))
+    bench.do(lambda: forward_rules.run_transaction(ruleset.DELETE_TABLE))
     assert bench.run("nft list ruleset") == ""
     bench.create_table()

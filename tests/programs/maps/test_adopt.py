@@ -380,18 +380,16 @@ class Killer:
         return step
 
     @staticmethod
-    def _update_batch(into: Map, keys: bytes, values: bytes) -> int:
+    def _update_batch(into: Map, keys: bytes, values: bytes) -> None:
         k, v = into.key_size, into.value_size
         for i in range(len(keys) // k):
             into.update(keys[i * k : (i + 1) * k], values[i * v : (i + 1) * v])
-        return 1
 
     @staticmethod
-    def _delete_batch(into: Map, keys: bytes) -> int:
+    def _delete_batch(into: Map, keys: bytes) -> None:
         k = into.key_size
         for i in range(len(keys) // k):
             into.delete(keys[i * k : (i + 1) * k])
-        return 1
 
 
 def killed_at(number: int, work: Callable[[], None]) -> bool:

@@ -314,7 +314,7 @@ def test_growth_for_names_makes_way_for_what_serves(site: Site, monkeypatch):
         pass
     assert plane._growth.is_busy
     plane._growth.begin({"services": 64}, time.monotonic())
-    plane._growth.finish()
+    plane._growth.advance(float("inf"))
     assert site.pinned("services").max_entries == 64
     assert site.pinned(MAP).max_entries == 8, "its growth was abandoned"
     while plane._names.due() is not None:

@@ -22,8 +22,7 @@ from kbpf.dataplane.bpf.host import HostIntegration
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.node import KEEPALIVE_POLL_INTERVAL_S
 from kbpf.errors import KernelError
-from kbpf.kernel.net import ipvs
-from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, IpvsRequest, VirtualServiceKey, VirtualServiceSettings
+from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, IpvsRequest, VirtualServiceSettings
 from kbpf.kernel.net.netlink import Netlink
 from kbpf.kernel.netfilter import conntrack, forward_rules, named_objects
 from kbpf.kernel.netfilter.conntrack import ConntrackFlow
@@ -31,6 +30,7 @@ from kbpf.kernel.netfilter.forward_rules import KEEPALIVE_COMMENT
 from kbpf.kernel.system import modules, sysctl
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
+from kbpf.model.desired import RealServer, VirtualService
 from kbpf.takeover import conntrack_keepalive
 from kbpf.takeover import kube_proxy_cleanup as takeover_cleanup
 from tests.support.features import needs
@@ -189,8 +189,8 @@ def test_dry_run_is_refused_as_the_removal_is(bench: Namespace, dry_run: bool):
     assert bench.run("nft list ruleset") == before
 
 
-def tcp_service(address: str, port: int, protocol: int = socket.IPPROTO_TCP) -> VirtualServiceKey:
-    return VirtualServiceKey(protocol, parse_addr(address), port)
+def tcp_service(address: str, port: int, protocol: int = socket.IPPROTO_TCP) -> VirtualService:
+    return VirtualService(protocol, parse_addr(address), port)
 
 
 def tell_ipvs(bench: Namespace, *requests: IpvsRequest) -> None:
@@ -201,15 +201,15 @@ def tell_ipvs(bench: Namespace, *requests: IpvsRequest) -> None:
     bench.do(tell)
 
 
-def serve(bench: Namespace, *services: VirtualServiceKey) -> None:
+def serve(bench: Namespace, *services: VirtualService) -> None:
     new = IpvsCommand.IPVS_CMD_NEW_SERVICE
-    tell_ipvs(bench, *(IpvsRequest(new, one, VirtualServiceSettings("rr")) for one in services))
+    tell_ipvs(bench, *(IpvsRequest(new, one, settings=VirtualServiceSettings("rr")) for one in services))
 
 
-def served(bench: Namespace) -> dict[VirtualServiceKey, list[int]]:
+def served(bench: Namespace) -> dict[VirtualService, list[int]]:
     """Virtual services, and the weights of their real servers."""
 
-    def read() -> dict[VirtualServiceKey, list[int]]:
+    def read() -> dict[VirtualService, list[int]]:
         with closing(IpvsClient()) as face:
             return {s: [load.weight for load in face.list_servers(s)] for s, _ in face.list_services()}
 
@@ -236,7 +236,7 @@ def test_virtual_services_of_kube_proxy_are_removed_and_others_stay(bench: Names
 
 FRONTEND, SERVER = ("10.96.0.1", 80), ("198.18.0.1", 8080)
 BUSY, IDLE = tcp_service("10.96.0.1", 80), tcp_service("10.96.0.2", 80)
-AT = ipvs.RealServerKey(parse_addr("198.18.0.1"), 8080)
+AT = RealServer(parse_addr("198.18.0.1"), 8080)
 
 
 class Talk:
@@ -272,7 +272,7 @@ def talk(bench: Namespace) -> Iterator[Talk]:
     made.close()
 
 
-def kept(bench: Namespace) -> tuple[VirtualServiceKey, ...]:
+def kept(bench: Namespace) -> tuple[VirtualService, ...]:
     return bench.do(lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families()))
 
 

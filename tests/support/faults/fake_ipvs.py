@@ -25,15 +25,13 @@ from kbpf.kernel.net.ipvs import (
     IpvsClient,
     IpvsCommand,
     IpvsRequest,
-    RealServerKey,
     RealServerStatus,
-    VirtualServiceKey,
     VirtualServiceSettings,
 )
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.address import parse_addr
 from kbpf.model.config import IPVS_DEVICE, Config
-from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from kbpf.model.desired import DesiredState, RealServer, ServicePortKey, ServiceState, VirtualService
 from kbpf.model.metrics import ConnectionStats
 from tests.support.lab import namespace as namespaces
 from tests.support.lab.namespace import Namespace
@@ -47,8 +45,8 @@ class FakeIpvs:
     """
 
     def __init__(self) -> None:
-        self.held: dict[VirtualServiceKey, tuple[VirtualServiceSettings, dict[RealServerKey, int]]] = {}
-        self.connections: dict[tuple[VirtualServiceKey, RealServerKey], tuple[int, int]] = {}
+        self.held: dict[VirtualService, tuple[VirtualServiceSettings, dict[RealServer, int]]] = {}
+        self.connections: dict[tuple[VirtualService, RealServer], tuple[int, int]] = {}
         self.times = ConnectionTimeouts(900, 120, 300)
         self.calls: Counter[str] = Counter()
         self.refuse: Callable[[IpvsRequest], int] = lambda _: 0
@@ -62,7 +60,6 @@ class FakeIpvs:
             "read_stats": lambda _: [(one, ConnectionStats()) for one, _ in self.services()],
             "list_servers": lambda _, service: self.servers(service),
             "read_settings": lambda _, service: self.held.get(service, (None, {}))[0],
-            "read_timeouts": lambda _: self.times,
             "set_timeouts": lambda _, times: self.set_times(times),
             "try_apply": lambda _, changes: self.try_(changes),
         }.items():
@@ -73,12 +70,12 @@ class FakeIpvs:
         pairs = zip(times, self.times, strict=True)
         self.times = ConnectionTimeouts(*(new or old for new, old in pairs))
 
-    def services(self) -> list[tuple[VirtualServiceKey, VirtualServiceSettings]]:
+    def services(self) -> list[tuple[VirtualService, VirtualServiceSettings]]:
         """Like IpvsClient.list_services()."""
         self.calls["services"] += 1
         return [(service, settings) for service, (settings, _) in self.held.items()]
 
-    def servers(self, service: VirtualServiceKey) -> list[RealServerStatus]:
+    def servers(self, service: VirtualService) -> list[RealServerStatus]:
         """Like IpvsClient.list_servers()."""
         self.calls["servers"] += 1
         _, servers = self.held.get(service, (None, {}))
@@ -95,10 +92,10 @@ class FakeIpvs:
     def _change(
         self,
         command: IpvsCommand,
-        service: VirtualServiceKey,
-        settings: VirtualServiceSettings | None,
-        server: RealServerKey | None,
+        service: VirtualService,
+        server: RealServer | None,
         weight: int,
+        settings: VirtualServiceSettings | None,
     ) -> int:
         there = self.held.get(service)
         match command:
@@ -119,7 +116,7 @@ class FakeIpvs:
         return 0
 
     def _change_server(
-        self, command: IpvsCommand, servers: dict[RealServerKey, int], server: RealServerKey, weight: int
+        self, command: IpvsCommand, servers: dict[RealServer, int], server: RealServer, weight: int
     ) -> int:
         if (command is IpvsCommand.IPVS_CMD_NEW_DEST) == (server in servers):
             return errno.EEXIST if server in servers else errno.ENOENT
@@ -218,6 +215,6 @@ def _node(tmp_path: Path, patch: pytest.MonkeyPatch | None) -> Iterator[Node]:
             node.plane.close()
 
 
-def tcp(address: str, port: int) -> VirtualServiceKey:
+def tcp(address: str, port: int) -> VirtualService:
     """The key of a TCP virtual service."""
-    return VirtualServiceKey(socket.IPPROTO_TCP, parse_addr(address), port)
+    return VirtualService(socket.IPPROTO_TCP, parse_addr(address), port)

@@ -78,7 +78,7 @@ class AgentState:
     def elements(self) -> dict[str, list[tuple[Any, ...]]]:
         """The elements of mode ipvs' nftables table, by set."""
         elements: dict[str, list[tuple[Any, ...]]] = {}
-        request = ruleset.list_table(ruleset.RulesetOptions())
+        request = ruleset.LIST_TABLE
         replies = self._run_inside(lambda: forward_rules.run_transaction(request))
         for name, parts in ruleset.parse_elements(replies):
             elements.setdefault(name, []).append(parts)

@@ -44,7 +44,7 @@ class RecordingPlane(FakePlane):
             raise KernelError(self.apply_error)
         self.applied.append(None if touched is None else {key.name for key in touched})
         self.sound.append(authoritative)
-        return Report(self.writes, 0, self.refused, self.plain)
+        return Report(self.writes, self.refused, self.plain)
 
     def invalidate(self) -> None:
         self.doubts += 1

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.agent.problem_book import Lines
-from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
+from kbpf.dataplane.bpf.maps.ids import IdAllocator
 from kbpf.dataplane.bpf.maps.layout import Meta
 from kbpf.dataplane.bpf.state.plan import WritePlan, compute_change
 from kbpf.dataplane.bpf.state.quotas import TableLimits
@@ -103,7 +103,7 @@ def program(objects: Callable[[int], Objects], size: int) -> None:
     states = desired.state.services
     limits, ids = TableLimits(), IdAllocator(Meta(1, 1, 1))
     limits.update(states, keys)
-    planner = WritePlan(ids, BackendTable(ids), shared_tables=SharedTables(ids))
+    planner = WritePlan(ids)
     programmed = {
         key: planner.add(compute_change(key, None, limits.effective_state(states[key]))) for key in sorted(keys)
     }

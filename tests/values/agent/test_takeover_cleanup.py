@@ -3,8 +3,8 @@
 them.
 """
 
-from kbpf.kernel.net.ipvs import VirtualServiceKey
 from kbpf.model.address import parse_addr
+from kbpf.model.desired import VirtualService
 from kbpf.takeover.conntrack_keepalive import NODE_PORT_SET_NAME
 from kbpf.takeover.kube_proxy_cleanup import (
     IP_SET_NAME,
@@ -102,7 +102,7 @@ a mark: 6 10.96.0.1 0 7 → no
 def test_virtual_service_is_recognized_by_address_or_node_port(row, whose):
     """Protocol, address, port and mark."""
     protocol, address, *numbers = row.split()
-    service = VirtualServiceKey(int(protocol), parse_addr(address), *map(int, numbers))
+    service = VirtualService(int(protocol), parse_addr(address), *map(int, numbers))
     addresses, ports = frozenset((parse_addr("10.96.0.1"),)), frozenset(((6, 30080),))
     assert is_kube_proxy_service(service, addresses, ports) == (whose == "yes")
 

@@ -20,17 +20,16 @@ from kbpf.dataplane.ipvs.plan import (
     ServerPool,
     ServicePortPlan,
     SetName,
-    VirtualService,
     fwmark_service,
     needs_fwmark,
-    owned_service,
+    owned_services,
     plan_node,
     plan_service_port,
     without_service,
 )
 from kbpf.dataplane.ipvs.port_planner import NodePortConflicts
 from kbpf.model.address import Addr, format_addr, format_endpoint, parse_addr
-from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
+from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState, VirtualService
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.plane import desired, service
@@ -304,7 +303,7 @@ def test_the_order_of_the_steps(before, after, expected):
     steps = (plan(ledger, new) if new else plan(ledger, gone=(key,))).steps()
     found = [f"{step.replace('_', ' ')}: {' '.join(sorted(names(of)))}" for step, of in steps._asdict().items() if of]
     assert "; ".join(found) == expected
-    assert {owned_service(element) for element in ledger.elements} - {None} == set(ledger.pools)
+    assert owned_services(ledger.elements) == set(ledger.pools)
     assert bool(ledger.plans) == bool(ledger.elements) == bool(new)
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
+from kbpf.dataplane.bpf.maps.ids import IdAllocator, SharedTables
 from kbpf.dataplane.bpf.maps.layout import AFFINITY_KEY, KIND_FLAGS, U32_PAIR, Meta, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.state import plan
 from kbpf.dataplane.bpf.state.commit import GRACE_PERIOD_S, GraceQueue, write
@@ -49,12 +49,10 @@ class Agent:
 
     def __init__(self) -> None:
         self.ids = IdAllocator(Meta(1, 1, 1))
-        self.table = BackendTable(self.ids)
-        self.tables = SharedTables(self.ids)
         self.programmed: dict[ServicePortKey, ProgrammedPort] = {}
 
     def plan(self, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()) -> Writes:
-        planner = WritePlan(self.ids, self.table, shared_tables=self.tables)
+        planner = WritePlan(self.ids)
         changes: dict[ServicePortKey, ServiceState | None] = {s.key: s for s in states}
         changes |= dict.fromkeys(gone)
         for key, new in sorted(changes.items()):
@@ -87,7 +85,7 @@ def written(writes: Writes) -> str:
         "retire": [str(len(one.backends)) for one in writes.retired.sets],
         "let in": addresses(writes.new_ranges),
         "shut out": addresses(writes.old_ranges),
-        "cut": named(one for _, one in writes.retired.lost_backends),
+        "cut": named(one for _, one in writes.retired.lost.backends),
     }
     return "; ".join(" ".join([what, *words]) for what, words in found.items() if words)
 
@@ -248,8 +246,8 @@ def test_the_entries_that_a_change_needs_and_frees_are_known_in_advance(before, 
     if old:
         list(maps.write(agent.plan(old)))
     change = compute_change(key, agent.programmed.get(key), new)
-    needed = change.count_new_entries(agent.table, agent.tables)
-    counted = change.count_leaving_entries(agent.table, agent.tables)
+    needed = change.count_new_entries(agent.ids)
+    counted = change.count_leaving_entries(agent.ids)
     writes = agent.plan(new) if new else agent.plan(gone=(key,))
     made = {
         "services": writes.new_frontends,
@@ -261,7 +259,7 @@ def test_the_entries_that_a_change_needs_and_frees_are_known_in_advance(before, 
     }
     assert +Counter(needed) == +Counter(made)
     list(maps.write(writes))
-    waiting = count_leaving_entries([writes.retired], agent.table, agent.tables)
+    waiting = count_leaving_entries([writes.retired], agent.ids)
     full = maps.sizes()
     list(maps.retire(agent, writes))
     gave = {name: size - maps.sizes()[name] for name, size in full.items()}
@@ -272,7 +270,7 @@ def test_unclaimed_entries_count_as_leaving():
     agent = Agent()
     one_key, three_keys = bytes(U32_PAIR.size), bytes(3 * U32_PAIR.size)
     found = Retired(slot_keys=[one_key, three_keys], member_keys=[one_key])
-    assert count_leaving_entries([found], agent.table, agent.tables) == {
+    assert count_leaving_entries([found], agent.ids) == {
         "backend_slots": 4,
         "set_members": 1,
         "backends": 0,
@@ -285,14 +283,14 @@ def test_removed_frontends_cut_their_udp_clients():
         agent, word = Agent(), "UDP" if protocol is UDP else ""
         port = state(f"A at=ClusterIP,VIP {word}")
         agent.plan(port)
-        planner = WritePlan(agent.ids, agent.table, shared_tables=agent.tables)
+        planner = WritePlan(agent.ids)
         old = agent.programmed[port.key]
         assert planner.remove_lost_frontends(old, port) is old
         left = planner.remove_lost_frontends(old, state(f"B {word}"))
         assert [f.at for f in left.frontends] == [at(cluster_ip, protocol)]
         writes = planner.finish_writes()
         assert writes.removed == {at(vip, protocol)}
-        assert writes.retired.lost_frontends == {(old.id, at(one, protocol)) for one in cut}
+        assert writes.retired.lost.frontends == {(old.id, at(one, protocol)) for one in cut}
         assert (writes.flips, writes.slots) == ({}, [])
         assert planner.remove_lost_frontends(old, None).frontends == ()
 
@@ -313,14 +311,14 @@ def test_an_adopted_set_with_the_wanted_contents_is_kept(monkeypatch, remembered
         fingerprint(compute_slots(*port.sets[0])),
         old.cluster.table,
     )
-    tables = SharedTables(agent.ids)
-    tables.adopt(found.table)
-    agent.tables, agent.programmed[port.key] = tables, replace(old, cluster=found)
+    agent.ids.tables = SharedTables(agent.ids)
+    agent.ids.tables.adopt(found.table)
+    agent.programmed[port.key] = replace(old, cluster=found)
     if not remembered:
         monkeypatch.setattr(plan, "_fingerprints", {})
     assert written(agent.plan(port)) == ""
     assert agent.programmed[port.key].cluster.spread == port.sets[0][1]
-    assert tables.find(table_key(*port.sets[0])) == found.table
+    assert agent.ids.tables.find(table_key(*port.sets[0])) == found.table
     assert written(agent.plan(port)) == ""
     other = replace(found, content=fingerprint([0, 1]))
     agent.programmed[port.key] = replace(old, cluster=other)
@@ -362,7 +360,7 @@ def test_the_order_of_the_writes_of_a_plan():
 
 def test_retired_sets_are_deleted_in_order_after_the_grace_period():
     agent, calls, cut = Agent(), Calls(), []
-    queue = GraceQueue(calls, agent.table, agent.tables, cut.append)
+    queue = GraceQueue(calls, agent.ids, cut.append)
     agent.plan(state("A B affinity=9"))
     first, second = (agent.plan(state(to)).retired for to in "AB")
     assert (queue.due, queue.pending) == (None, [])
@@ -413,7 +411,7 @@ def test_a_deletion_that_failed_is_repeated_and_the_rest_follows():
     results = []
     for failing in (False, True):
         agent, maps, cut = Agent(), FailingMaps(failing), list[Retired]()
-        queue = GraceQueue(maps, agent.table, agent.tables, cut.append)
+        queue = GraceQueue(maps, agent.ids, cut.append)
         agent.plan(state("A B affinity=9"))
         retired = agent.plan(state("C")).retired
         queue.add(5.0, retired)
@@ -469,19 +467,19 @@ class Maps:
         """Applies step 5 of plan.py."""
         for old in writes.retired.sets:
             for one in old.backends:
-                self.members.discard((old.id, agent.table.id_of(one)))
+                self.members.discard((old.id, agent.ids.backends.id_of(one)))
                 yield
             for index in range(len(old.backends)):
                 del self.slots[old.id, index]
                 yield
-            if old.table and agent.tables.release(old.table):
+            if old.table and agent.ids.tables.release(old.table):
                 for index in range(old.size):
                     del self.slots[old.table, index]
                     yield
         gone = [
             number
             for held in (*(s.backends for s in writes.retired.sets), *writes.retired.released_backends)
-            for number in agent.table.release(held)
+            for number in agent.ids.backends.release(held)
         ]
         for number in gone:
             del self.backends[number]
@@ -589,4 +587,4 @@ def follow(batches: list[tuple[list[ServiceState], bool]]) -> None:
     waiting.append(agent.plan(gone=tuple(s.key for s in now.values())))
     for writes in waiting:
         list(maps.retire(agent, writes))
-    assert (maps.slots, maps.members, maps.backends, len(agent.table)) == ({}, set(), {}, 0)
+    assert (maps.slots, maps.members, maps.backends, len(agent.ids.backends)) == ({}, set(), {}, 0)

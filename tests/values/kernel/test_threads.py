@@ -9,7 +9,8 @@ import pytest
 
 from kbpf.errors import KernelError
 from kbpf.kernel.system import threads
-from kbpf.kernel.system.threads import SupervisedThread, ThreadState
+from kbpf.kernel.system.threads import SupervisedThread
+from kbpf.model.status import ThreadView
 from tests.support.lab.lab import PATIENCE, until
 
 
@@ -19,7 +20,7 @@ def short(monkeypatch) -> None:
     monkeypatch.setattr(threads, "MAX_RESTART_BACKOFF_S", 0.002)
 
 
-def state_of(name: str) -> ThreadState:
+def state_of(name: str) -> ThreadView:
     return next(one for one in threads.list_threads() if one.name == name)
 
 

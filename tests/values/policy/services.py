@@ -2,9 +2,11 @@
 """Services, slices and nodes to compute with, most of them from short texts."""
 
 import ipaddress
+from collections.abc import Collection, Iterable
 
 from kbpf.model.address import Addr, parse_addr
-from kbpf.model.desired import Backend
+from kbpf.model.config import Config
+from kbpf.model.desired import Backend, DesiredState
 from kbpf.model.events import Delete, Kind, ObjectKey, Upsert
 from kbpf.model.objects import (
     Cidr,
@@ -18,6 +20,9 @@ from kbpf.model.objects import (
     SlicePort,
     pack_names,
 )
+from kbpf.policy.admission import NOT_IN_USE, InUse
+from kbpf.policy.compute import DesiredStateBuilder
+from kbpf.policy.store import ObjectStore
 
 
 def addrs(*texts: str) -> tuple[Addr, ...]:
@@ -49,6 +54,18 @@ def up(said: Service | EndpointSlice | Node | Pod) -> Upsert:
 
 def gone(said: Service | EndpointSlice | Node | Pod) -> Delete:
     return Delete(key(said))
+
+
+def state_of_all(
+    objects: Iterable[Service | EndpointSlice | Node | Pod],
+    local: Collection[Addr],
+    config: Config,
+    in_use: InUse = NOT_IN_USE,
+) -> DesiredState:
+    """By a builder that sees these objects at once, and nothing before."""
+    store, builder = ObjectStore("me"), DesiredStateBuilder()
+    builder.update(store, store.apply(map(up, objects)), local, config, in_use)
+    return builder.state
 
 
 def end(number: int, **said) -> Endpoint:

@@ -38,8 +38,8 @@ from kbpf.model.objects import (
     SlicePort,
     pack_names,
 )
-from kbpf.policy.admission import ApiServerAddress, ReservedAddresses, compute_reserved
-from kbpf.policy.compute import DesiredStateBuilder, compute_desired_state
+from kbpf.policy.admission import ApiServerAddress, InUse, ReservedAddresses, compute_reserved
+from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.store import ChangeSet, ObjectStore
 from kbpf.serve.events import EventRecorder
 from kbpf.source.decode.fields import parse_cidr
@@ -47,7 +47,7 @@ from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import PATIENCE
 from tests.support.plane import at
 from tests.support.table import each_cells, each_row, table
-from tests.values.policy.services import addrs, gone, service, up
+from tests.values.policy.services import addrs, gone, service, state_of_all, up
 
 TCP = Protocol.TCP
 NODE = Node("me", addrs("192.0.2.10", "2001:db8::10"), pod_cidrs=(parse_cidr("10.244.0.0/24", ""),))
@@ -188,16 +188,11 @@ def outcome(state: DesiredState, at: FrontendAddress) -> str:
 
 
 def state_of(service: Service, config: Config, device_listeners: Collection[FrontendAddress] = ()) -> DesiredState:
-    return compute_desired_state(
-        (service, SHOP, KUBERNETES),
-        (PODS, API_SLICE),
-        NODE,
+    return state_of_all(
+        (service, SHOP, KUBERNETES, PODS, API_SLICE, NODE, OTHER_NODE),
         LOCAL,
         config,
-        api_servers=SERVERS,
-        listeners=LISTENING,
-        other_nodes=(OTHER_NODE,),
-        device_listeners=device_listeners,
+        InUse(SERVERS, LISTENING, device_listeners),
     )
 
 
@@ -256,7 +251,7 @@ def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(caplog):
             touched.all_services = has_address != bool(builder.device_frontends)
             local = (*LOCAL, dns_at.address) if has_address else LOCAL
             listeners = {dns_at} if is_listening else set()
-            keys = builder.update(store, touched, local, Config(), device_listeners=listeners)
+            keys = builder.update(store, touched, local, Config(), InUse(device_listeners=listeners))
             touched = ChangeSet()
             book.report_addresses(keys, builder.state.services, builder.reserved)
             states = builder.state.services.values()
@@ -274,7 +269,7 @@ def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(caplog):
 
 def test_service_kubernetes_may_use_api_server_addresses():
     own = service("default/kubernetes port=6443 external=192.0.2.1")
-    state = compute_desired_state((own,), (API_SLICE,), NODE, LOCAL, Config())
+    state = state_of_all((own, API_SLICE, NODE), LOCAL, Config())
     (service_state,) = state.services.values()
     assert not service_state.refused
     assert len(service_state.frontends) == 2
@@ -317,15 +312,11 @@ def test_incremental_updates_equal_a_full_computation(steps: list[str], place: s
         else:
             there[step] = objects[step]
             touched = world.apply([up(objects[step])])
-        more = (SERVERS if told["servers"] else (), LISTENING if told["listening"] else frozenset())
+        in_use = InUse(SERVERS if told["servers"] else (), LISTENING if told["listening"] else frozenset())
         if world.slices(ServiceName("default", "kubernetes")) and step == "api":
             there["api"] = API_SLICE  # the API server's own Service keeps its last endpoints
-        desired.update(world, touched, LOCAL, config, *more)
-        slices = [piece for piece in there.values() if isinstance(piece, EndpointSlice)]
-        services = [one for one in there.values() if isinstance(one, Service)]
-        nodes = [one for one in there.values() if isinstance(one, Node)]
-        whole = compute_desired_state(services, slices, NODE, LOCAL, config, (), *more, nodes)
-        assert desired.state.services == whole.services
+        desired.update(world, touched, LOCAL, config, in_use)
+        assert desired.state.services == state_of_all((NODE, *there.values()), LOCAL, config, in_use).services
 
 
 # ---- listeners and reports -----------------------------------------------------------------------
@@ -444,7 +435,7 @@ def test_served_address_of_this_node_is_logged_once(kind, place, is_named, caplo
     """
     config = setting("listed", place)
     states = state_of(web(kind, place), config).services
-    kept = compute_reserved(NODE, LOCAL, SERVERS, LISTENING, (), (API_SLICE,), config)
+    kept = compute_reserved(NODE, LOCAL, InUse(SERVERS, LISTENING), (API_SLICE,), config)
     book = ProblemBook(EventRecorder(None, "me"))
     with caplog.at_level("WARNING"):
         for _ in range(2):
@@ -463,7 +454,7 @@ def test_node_port_source_ranges_apply_per_family():
         "0.0.0.0/0,fd00::/8": (6,),
     }.items():
         config = load.load_config({"--nodeport-source-ranges": text}, {})
-        state = compute_desired_state((balanced,), (), NODE, LOCAL, config)
+        state = state_of_all((balanced, NODE), LOCAL, config)
         for key, found in state.services.items():
             limited = {f.kind for f in found.frontends if f.restricted}
             wanted = {FrontendKind.NODE_PORT} if key.family in families else set()

@@ -27,10 +27,23 @@ from kbpf.model.objects import (
     Weights,
     pack_names,
 )
-from kbpf.policy.compute import DesiredStateBuilder, compute_desired_state
+from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.store import ObjectStore
 from tests.support import oracle
-from tests.values.policy.services import HTTP, LOCAL, NEW, OLD, RANGE, addrs, end, gone, piece, service, up
+from tests.values.policy.services import (
+    HTTP,
+    LOCAL,
+    NEW,
+    OLD,
+    RANGE,
+    addrs,
+    end,
+    gone,
+    piece,
+    service,
+    state_of_all,
+    up,
+)
 
 ADDRESSES = st.sampled_from(addrs("10.96.0.1", "10.96.0.2", "9.9.9.9"))
 ADDRESSES6 = st.sampled_from(addrs("fd00::1", "fd00::9", "::"))
@@ -168,17 +181,11 @@ def test_any_events_in_any_batches_end_in_the_state_of_the_final_objects(events,
 
     objects = last_words(events)
     services = [said for said in objects.values() if isinstance(said, Service)]
-    slices = [said for said in objects.values() if isinstance(said, EndpointSlice)]
-    node = objects.get(ObjectKey(Kind.NODE, "", "me"), Node("me"))
     pods = [said for said in objects.values() if isinstance(said, Pod) and said.node != "you"]
-    known = Synced(Kind.POD) in events
-    others = [said for said in objects.values() if isinstance(said, Node) and said.name != "me"]
-    whole = compute_desired_state(services, slices, node, LOCAL, config, pods, other_nodes=others)
-    assert desired.state == replace(whole, exempt_pods_known=known)
+    whole = state_of_all(objects.values(), LOCAL, config)
+    assert desired.state == replace(whole, exempt_pods_known=Synced(Kind.POD) in events)
     assert whole.exempt_pods == tuple(sorted(pod.uid for pod in pods))
-    assert whole == compute_desired_state(
-        services[::-1], slices[::-1], node, LOCAL, config, pods[::-1], other_nodes=others
-    )
+    assert whole == state_of_all(reversed(objects.values()), LOCAL, config)
     assert {as_tuple(key): as_oracle(state) for key, state in whole.services.items()} == oracle.frontends(services)
 
 

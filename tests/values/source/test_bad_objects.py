@@ -57,7 +57,7 @@ class Plane(FakePlane):
             for key, service in state.services.items()
             for frontend in service.frontends
         )
-        return Report({}, 0, {}, {})
+        return Report()
 
 
 class Mistake(NamedTuple):

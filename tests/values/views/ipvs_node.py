@@ -4,10 +4,11 @@
 import yaml
 
 from kbpf.dataplane.ipvs import ipvs_inspect as ipvs
-from kbpf.dataplane.ipvs.plan import VirtualService, fwmark_service
+from kbpf.dataplane.ipvs.plan import fwmark_service
 from kbpf.dataplane.ipvs.statefile import ProgrammedPort
-from kbpf.kernel.net.ipvs import RealServerKey, RealServerStatus, parse_connections
+from kbpf.kernel.net.ipvs import RealServerStatus, parse_connections
 from kbpf.model.address import parse_addr
+from kbpf.model.desired import RealServer, VirtualService
 from kbpf.model.events import Kind
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Algorithm, Protocol
@@ -19,9 +20,9 @@ A, B, C = "10.244.1.2:8080", "10.244.1.3:8080", "10.244.2.2:8080"
 NODE = "198.18.0.1"
 
 
-def end(text: str) -> RealServerKey:
+def end(text: str) -> RealServer:
     host, _, port = text.rpartition(":")
-    return RealServerKey(parse_addr(host), int(port))
+    return RealServer(parse_addr(host), int(port))
 
 
 def virtual(text: str, protocol: Protocol = TCP) -> VirtualService:

@@ -13,7 +13,7 @@ from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.device_roles import decide_roles
 from kbpf.dataplane.bpf.programs.unpinned import open_attacher
-from kbpf.errors import KernelError, NotFoundError
+from kbpf.errors import IgnoredErrnos, KernelError, NotFoundError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Link, LinkInfo, Program, ProgramInfo
@@ -66,13 +66,9 @@ def _pinned_programs(pins: Pins) -> dict[int, ProgramInfo]:
 
 
 def _read_program(program_id: int) -> ProgramInfo | None:
-    try:
-        with objects.open_program_by_id(program_id) as program:
-            return program.read_info()
-    except KernelError as error:
-        if error.errno == errno.ENOENT:
-            return None
-        raise
+    with IgnoredErrnos(errno.ENOENT):
+        return objects.read_program_info(program_id)
+    return None
 
 
 # ---- devices -------------------------------------------------------------------------------------
@@ -95,9 +91,8 @@ def read_devices(pins: Pins, host_netns: int, status: PacketStatus | None) -> tu
         attachments = tc.list_all()
     names = {}
     for program_id in {attachment.program_id for attachment in attachments}:
-        with contextlib.suppress(KernelError), objects.open_program_by_id(program_id) as program:
-            names[program_id] = program.read_info().name
-
+        with contextlib.suppress(KernelError):
+            names[program_id] = objects.read_program_info(program_id).name
     return build_devices(list_devices(), attachments, names, status or NO_PATTERNS)
 
 

@@ -39,7 +39,7 @@ from kbpf.model.inspection import (
     TranslatedSource,
     find_ports,
 )
-from kbpf.model.objects import Protocol
+from kbpf.model.objects import protocol_name
 
 ORIGINAL, REPLY, SNAT_REPLY = 1, 2, 4
 DIRECTION_NAMES: Final = {ORIGINAL: "flow", REPLY: "reply", SNAT_REPLY: "source"}
@@ -163,7 +163,6 @@ format_target_cached: Final = lru_cache(1 << 16)(format_target)
 
 # ---- as values of model/inspection.py ------------------------------------------------------------
 
-_PROTOCOLS: Final = {int(protocol): protocol.name for protocol in Protocol}
 _STATES: Final = {int(state): state.name.lower() for state in TcpState}
 _PATHS: Final = {int(FlowPath.STACK): "stack", int(FlowPath.DIRECT): "direct"}
 
@@ -322,11 +321,6 @@ def _missing_directions(directions: int, masqueraded: bool) -> tuple[str, ...]:
     """The names of the entries that should exist and do not."""
     missing = (ORIGINAL | REPLY | (SNAT_REPLY if masqueraded else 0)) & ~directions
     return tuple(name for direction, name in DIRECTION_NAMES.items() if missing & direction)
-
-
-def protocol_name(number: int) -> str:
-    """``TCP``, ``UDP`` or ``SCTP``; the number of any other protocol."""
-    return _PROTOCOLS.get(number, str(number))
 
 
 def device_name(ifindex: int) -> str:

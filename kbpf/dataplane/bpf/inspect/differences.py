@@ -13,10 +13,10 @@ from itertools import chain
 from typing import Final
 
 from kbpf.dataplane.bpf.maps.ids import ID_LIMIT
-from kbpf.dataplane.bpf.maps.layout import U32_PAIR, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.maps.layout import U32_PAIR, ServiceFlag, ServiceValue, SetNumbers
 from kbpf.dataplane.bpf.state.contents import NODE_PORTS_ID, Contents
 from kbpf.dataplane.bpf.state.map_state import ProgrammedState
-from kbpf.dataplane.bpf.state.plan import WritePlan, compute_change, needs_table, table_content
+from kbpf.dataplane.bpf.state.plan import WritePlan, compute_change, table_content, table_size
 from kbpf.dataplane.bpf.state.quotas import TableLimits
 from kbpf.model.address import format_addr
 from kbpf.model.config import Config
@@ -44,8 +44,6 @@ MISSING, CHANGED, STALE, FOREIGN, DAMAGED = (
     DifferenceKind.FOREIGN,
     DifferenceKind.DAMAGED,
 )
-SetNumbers = tuple[int, int, int]
-"""Id, size and table of a set, as a frontend has them."""
 
 
 def compare(contents: Contents, desired: DesiredState, config: Config) -> list[Finding]:
@@ -60,7 +58,7 @@ class _DryRun:
         self._states = {key: limits.effective_state(state) for key, state in desired.services.items()}
         self._values = {at: value for at, value in contents.frontends.items() if at not in contents.corrupt}
         self._adopted = agent.programmed.keys()
-        plan = WritePlan(agent.ids, agent.backend_table, agent.unused_names, agent.shared_tables)
+        plan = WritePlan(agent.ids, agent.unused_names)
         changes = {
             key: plan.add(compute_change(key, agent.programmed.get(key), self._states.get(key)))
             for key in {**self._states, **agent.programmed}
@@ -90,18 +88,18 @@ class _DryRun:
         flips = {f: new for f, new in flips.items() if new != self._values.get(f.at)}
         if missing := [f for f in flips if f.at not in self._contents.frontends]:
             text = _name_some(f"{frontend.kind} {frontend.at}" for frontend in missing)
-            found[_differ(MISSING, "services", key, text)] = None
+            found[differ("services", key, text)] = None
         for frontend, new in flips.items():
             found |= dict.fromkeys(self._compare_frontend(key, frontend, new))
             old = self._values.get(frontend.at)
             if old is not None and (old.id == new.id or old.id not in self._contents.names):
-                pairs = zip(_sets_of(old), _sets_of(new), (False, True), strict=True)
+                pairs = zip(old.sets, new.sets, (False, True), strict=True)
                 sets |= {(one, is_local): None for one, other, is_local in pairs if one != other}
         for numbers, is_local in sets:
             found |= dict.fromkeys(self._compare_set(key, state, numbers, is_local))
         if not found and (flips or key in self._new_names):
             text = "as an agent writes it"
-            found[_differ(CHANGED, "services", key, text, "other numbers of its sets")] = None
+            found[differ("services", key, text, "other numbers of its sets")] = None
         yield from found
 
     def _compare_frontend(self, key: ServicePortKey, frontend: Frontend, new: ServiceValue) -> Iterator[Difference]:
@@ -110,23 +108,23 @@ class _DryRun:
         text = f"{frontend.kind} {at}"
         if at in self._contents.corrupt:
             actual = f"{at} with a wrong check word: programs ignore it"
-            yield _differ(DAMAGED, "services", key, text, actual)
+            yield Difference(DAMAGED, "services", str(key), text, actual, AGENT_REPAIRS)
         if old is None:
             return
         if old.id != new.id and (key in self._adopted or old.id in names):
             actual = f"{at} leads to {names.get(old.id) or f'id {old.id}'}"
-            yield _differ(CHANGED, "services", key, text, actual)
+            yield differ("services", key, text, actual)
             return
         if old.id != new.id:
-            yield _differ(MISSING, "service_names", key, f"a name for id {old.id}")
+            yield differ("service_names", key, f"a name for id {old.id}")
         if old.flags != new.flags:
             actual = f"{at} has {_format_flags(old.flags)}"
             wanted = f"{text} with {_format_flags(new.flags)}"
-            yield _differ(CHANGED, "services", key, wanted, actual)
+            yield differ("services", key, wanted, actual)
         if old.affinity_timeout != new.affinity_timeout:
             wanted = f"affinity of {new.affinity_timeout} s"
             actual = f"{at} has {old.affinity_timeout} s"
-            yield _differ(CHANGED, "services", key, wanted, actual)
+            yield differ("services", key, wanted, actual)
 
     def _compare_set(
         self, key: ServicePortKey, state: ServiceState, numbers: SetNumbers, is_local: bool
@@ -137,20 +135,18 @@ class _DryRun:
         missing = sorted({*backends} - {*actual.backends})
         extra = sorted({*actual.backends} - {*backends})
         if (missing or extra) and (actual.backends or not actual.problem):
-            yield _differ(
-                CHANGED if missing and extra else MISSING if missing else STALE,
+            yield differ(
                 "backend_slots",
                 key,
                 f"{name}: {_name_backends(missing)}" if missing else "",
                 f"{name}: {_name_backends(extra)}" if extra else "",
             )
         elif actual.problem:
-            yield _differ(
-                DAMAGED, actual.where, key, f"{name}: {_name_backends(backends)}", f"set {numbers[0]}: {actual.problem}"
-            )
+            text = f"{name}: {_name_backends(backends)}"
+            problem = f"set {numbers[0]}: {actual.problem}"
+            yield Difference(DAMAGED, actual.where, str(key), text, problem, AGENT_REPAIRS)
         elif actual.table != table_content(backends, spread):
-            yield _differ(
-                CHANGED,
+            yield differ(
                 "backend_slots",
                 key,
                 f"{name}: {_format_spread(backends, spread)}",
@@ -161,9 +157,9 @@ class _DryRun:
         members = self._contents.members.get(numbers[0], set())
         self._members.update((numbers[0], number) for number in wanted | members)
         if lost := _name_some(str(ids[number]) for number in sorted(wanted - members)):
-            yield _differ(MISSING, "set_members", key, f"{name}: {lost}")
+            yield differ("set_members", key, f"{name}: {lost}")
         if more := _name_some(f"backend {number}" for number in sorted(members - wanted)):
-            yield _differ(STALE, "set_members", key, "", f"{name}: {more}")
+            yield differ("set_members", key, "", f"{name}: {more}")
 
     def _compare_ranges(self) -> Iterator[Finding]:
         names = self._contents.names
@@ -171,12 +167,12 @@ class _DryRun:
         for number, cidr in self._writes.new_ranges:
             if number == NODE_PORTS_ID or number in names:  # otherwise its Service port is missing
                 new[number].append(str(cidr))
-        differences = [(MISSING, number, _name_some(cidrs), "") for number, cidrs in new.items()]
-        differences += [(STALE, number, "", str(cidr)) for number, cidr in self._writes.old_ranges]
-        for kind, number, one, other in differences:
+        differences = [(number, _name_some(cidrs), "") for number, cidrs in new.items()]
+        differences += [(number, "", str(cidr)) for number, cidr in self._writes.old_ranges]
+        for number, one, other in differences:
             owner = names.get(number)
-            subject = "NodePorts" if number == NODE_PORTS_ID else str(owner or f"id {number}")
-            yield Finding(owner, Difference(kind, "source_ranges", subject, one, other, AGENT_REPAIRS))
+            subject = "NodePorts" if number == NODE_PORTS_ID else owner or f"id {number}"
+            yield Finding(owner, differ("source_ranges", subject, one, other))
 
     # ---- what no desired Service port needs ------------------------------------------------
 
@@ -200,43 +196,39 @@ class _DryRun:
     def _find_leftovers(self) -> Iterator[Difference]:
         """Entries to delete that no frontend leads to."""
         contents, retired = self._contents, self._writes.retired
-        sets = {
-            number
-            for value in self._values.values()
-            for number in (value.cluster_set, value.local_set, value.cluster_table, value.local_table)
-        }
+        sets = {n for value in self._values.values() for id_, _, table in value.sets for n in (id_, table)}
         slots = Counter(set_id for raw in retired.slot_keys for set_id, _ in U32_PAIR.iter_unpack(raw))
         for set_id in sorted(slots.keys() - sets):
-            yield _left("backend_slots", f"set {set_id}", _count(slots[set_id], "slot"))
+            yield differ("backend_slots", f"set {set_id}", "", _count(slots[set_id], "slot"), START_AGENT)
         for set_id, number in sorted({*map(U32_PAIR.unpack, retired.member_keys)} - self._members):
-            yield _left("set_members", f"set {set_id}", f"backend {number}")
+            yield differ("set_members", f"set {set_id}", "", f"backend {number}", START_AGENT)
         in_sets = {number for set_id in sets for number in contents.slots_of(set_id).values()}
         for number in sorted({*retired.backend_ids} & contents.backends.keys() - in_sets):
-            yield _left("backends", f"backend {number}", str(contents.backends[number]))
+            yield differ("backends", f"backend {number}", "", str(contents.backends[number]), START_AGENT)
         used = {value.id for value in self._values.values()}
         for number in sorted({*retired.names} & contents.names.keys() - used):
-            yield _left("service_names", f"id {number}", str(contents.names[number]))
+            yield differ("service_names", f"id {number}", "", str(contents.names[number]), START_AGENT)
 
     # ---- values that Service ports share ---------------------------------------------------
 
     def _compare_shared(self) -> Iterator[Difference]:
         for name, (new, removed) in (("node_addresses", self._shared.nodes), ("cluster_ips", self._shared.cluster_ips)):
             for address in sorted(new):
-                yield Difference(MISSING, name, "", format_addr(address), "", AGENT_REPAIRS)
+                yield differ(name, "", format_addr(address))
             for address in sorted(removed):
-                yield Difference(STALE, name, "", "", format_addr(address), AGENT_REPAIRS)
+                yield differ(name, "", "", format_addr(address))
         new_ports, removed_ports = self._shared.ports
         for port in sorted(new_ports):
             text = f"port {port}: without it no frontend of this port is served"
-            yield Difference(MISSING, "frontend_ports", "", text, "", AGENT_REPAIRS)
+            yield differ("frontend_ports", "", text)
         if removed_ports:
             numbers = _name_some(map(str, sorted(removed_ports)))
             text = f"{_count(len(removed_ports), 'port')}: {numbers}"
-            yield Difference(STALE, "frontend_ports", "", "", text, AGENT_REPAIRS)
+            yield differ("frontend_ports", "", "", text)
         in_sets = {b for state in self._states.values() for b in (*state.cluster, *state.local)}
         for _, backend in self._writes.backends:
             if backend not in in_sets:  # one that only UDP flows may stay with
-                yield Difference(MISSING, "backends", "", str(backend), "", AGENT_REPAIRS)
+                yield differ("backends", "", str(backend))
 
     def _compare_ids(self) -> Iterator[Difference]:
         contents = self._contents
@@ -250,23 +242,13 @@ class _DryRun:
             if following >= ID_LIMIT:
                 yield Difference(DAMAGED, "meta", "", f"below {ID_LIMIT}", text, START_AGENT)
             elif following <= highest < ID_LIMIT // 2:  # above it, the ids may have wrapped
-                yield Difference(CHANGED, "meta", "", f"above {highest}, which is used", text, START_AGENT)
+                yield differ("meta", "", f"above {highest}, which is used", text, START_AGENT)
 
 
-def _differ(kind: DifferenceKind, where: str, key: ServicePortKey, desired: str = "", actual: str = "") -> Difference:
-    return Difference(kind, where, str(key), desired, actual, AGENT_REPAIRS)
-
-
-def _sets_of(value: ServiceValue) -> tuple[SetNumbers, SetNumbers]:
-    """The cluster and the local set."""
-    return (
-        (value.cluster_set, value.cluster_size, value.cluster_table),
-        (value.local_set, value.local_size, value.local_table),
-    )
-
-
-def _left(where: str, subject: str, actual: str) -> Difference:
-    return Difference(STALE, where, subject, "", actual, START_AGENT)
+def differ(where: str, subject: object, desired: str, actual: str = "", advice: str = AGENT_REPAIRS) -> Difference:
+    """A difference whose kind follows from its texts: "" if there is nothing."""
+    kind = MISSING if not actual else CHANGED if desired else STALE
+    return Difference(kind, where, str(subject), desired, actual, advice)
 
 
 def _format_flags(flags: int) -> str:
@@ -274,7 +256,7 @@ def _format_flags(flags: int) -> str:
 
 
 def _format_spread(backends: BackendSet, spread: Spread) -> str:
-    if not needs_table(backends, spread):
+    if not table_size(backends, spread):
         return "equal shares"
     weights = f", weights {_name_some(map(str, spread.weights))}" if spread.weights else ""
     return f"{str(spread.algorithm).lower()}{weights}"

@@ -16,9 +16,7 @@ from typing import Final, Self
 
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.inspect.failures import REASONS
-from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import (
-    ALL_MAPS,
     ENDPOINT_KEY,
     EVENT,
     MONITOR,
@@ -64,7 +62,7 @@ class Monitor:
         with ExitStack() as stack:
             self._folder = os.open(self._pins.maps, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, self._folder)
-            self._maps: Mapping[str, Map] = {name: stack.enter_context(_open(self._pins, name)) for name in MAP_NAMES}
+            self._maps: Mapping[str, Map] = {name: stack.enter_context(self._pins.open_map(name)) for name in MAP_NAMES}
             self.ring = stack.enter_context(RingBuffer("monitor_events", RING_BYTES))
             stack.callback(self._release)
             self.renew()
@@ -236,9 +234,5 @@ class Monitor:
 
     def _look_up(self, name: str, key: bytes) -> bytes | None:
         """From the map that is pinned now: the agent replaces it by a larger one when it grows."""
-        with _open(self._pins, name) as map_:
+        with self._pins.open_map(name) as map_:
             return map_.lookup(key)
-
-
-def _open(pins: pinning.Pins, name: str) -> Map:
-    return pinning.open_map(pins.maps / name, ALL_MAPS[name])

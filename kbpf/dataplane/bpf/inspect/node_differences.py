@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from kbpf.dataplane.bpf.exemptions import find_matching, find_pod_folders
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect.attached import read_hooks
+from kbpf.dataplane.bpf.inspect.differences import DAMAGED, FOREIGN, MISSING, STALE, differ
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
@@ -42,7 +43,7 @@ from kbpf.kernel.system import mounts, netns
 from kbpf.model.address import Addr, format_addr
 from kbpf.model.config import Config, SocketLb
 from kbpf.model.desired import DesiredState
-from kbpf.model.inspection import Difference, DifferenceKind, HookEntry
+from kbpf.model.inspection import Difference, HookEntry
 
 MAPS_COMPARED: Final = (
     "config",
@@ -61,13 +62,6 @@ HOOK_ADVICE: Final = (
 )
 DEVICE_ADVICE: Final = "the agent attaches it again within 30 s; if it does not, see `kbpf inspect devices`"
 CONFIG_ADVICE: Final = "if `kbpf verify` used the settings of the agent, restart the agent, which writes it again"
-
-MISSING, CHANGED, STALE, FOREIGN = (
-    DifferenceKind.MISSING,
-    DifferenceKind.CHANGED,
-    DifferenceKind.STALE,
-    DifferenceKind.FOREIGN,
-)
 
 
 class NodeContents(NamedTuple):
@@ -145,20 +139,16 @@ def _compare_config(contents: NodeContents, config: Config) -> Iterator[Differen
     expected |= compute_exemptions(config, bool(contents.entries["exempt_cgroups"]))
     actual = ConfigFlag(flags) & ~STATE_FLAGS
     if actual != expected:
-        yield _changed("config", _format_flags(expected), _format_flags(actual))
+        yield differ("config", "", _format_flags(expected), _format_flags(actual), CONFIG_ADVICE)
     if cookie != (netns.read_cookie() or 0):
-        yield _changed("config", "the network namespace of this node", f"that with cookie {cookie}")
+        yield differ("config", "", "the network namespace of this node", f"that with cookie {cookie}", CONFIG_ADVICE)
     if share != affinity_share(config):
         text = f"{affinity_share(config)} entries of affinity for one owner"
-        yield _changed("config", text, str(share))
+        yield differ("config", "", text, str(share), CONFIG_ADVICE)
 
 
 def _format_flags(flags: ConfigFlag | NodeFlag) -> str:
     return ", ".join(flag.name.lower() for flag in flags if flag.name) or "no flags"
-
-
-def _changed(where: str, desired: str, actual: str, subject: str = "") -> Difference:
-    return Difference(CHANGED, where, subject, desired, actual, CONFIG_ADVICE)
 
 
 def _compare_exemptions(contents: NodeContents, desired: DesiredState, config: Config) -> Iterator[Difference]:
@@ -172,9 +162,9 @@ def _compare_exemptions(contents: NodeContents, desired: DesiredState, config: C
     actual = {U64.unpack(key)[0] for key in contents.entries["exempt_cgroups"]}
     for number in sorted(folders.keys() - actual):
         path = f"/{folders[number]}"
-        yield Difference(MISSING, "exempt_cgroups", path, f"cgroup {number}", "", HOOK_ADVICE)
+        yield differ("exempt_cgroups", path, f"cgroup {number}", "", HOOK_ADVICE)
     for number in sorted(actual - folders.keys()):
-        yield Difference(STALE, "exempt_cgroups", "", "", f"cgroup {number}", HOOK_ADVICE)
+        yield differ("exempt_cgroups", "", "", f"cgroup {number}", HOOK_ADVICE)
 
 
 def _compare_node(contents: NodeContents, desired: DesiredState, config: Config) -> Iterator[Difference]:
@@ -182,13 +172,13 @@ def _compare_node(contents: NodeContents, desired: DesiredState, config: Config)
     actual = NODE.unpack(contents.entries["node"].get(ZERO) or bytes(NODE.size))
     for name, one, other in zip(("IPv4 for SNAT", "IPv6 for SNAT"), expected, actual, strict=False):
         if one != other:
-            yield _changed("node", _format_source(one), _format_source(other), name)
+            yield differ("node", name, _format_source(one), _format_source(other), CONFIG_ADVICE)
     ignored = NodeFlag.PASSIVE | NodeFlag.COEXISTING
     if config.forwarding == "auto":  # the agent has found out what the kernel can do
         ignored |= NodeFlag.NETFILTER
     ours, theirs = NodeFlag(expected[2]) & ~ignored, NodeFlag(actual[2]) & ~ignored
     if ours != theirs:
-        yield _changed("node", _format_flags(ours), _format_flags(theirs))
+        yield differ("node", "", _format_flags(ours), _format_flags(theirs), CONFIG_ADVICE)
     for name, start, end in (
         ("ports for SNAT", 3, 5),
         ("mark of masqueraded packets", 5, 6),
@@ -196,12 +186,12 @@ def _compare_node(contents: NodeContents, desired: DesiredState, config: Config)
     ):
         if expected[start:end] != actual[start:end]:
             text, other = ("-".join(map(str, value[start:end])) for value in (expected, actual))
-            yield _changed("node", text, other, name)
+            yield differ("node", name, text, other, CONFIG_ADVICE)
     networks = {unpack_network(key) for key in contents.entries["local_networks"]}
     for cidr in sorted(set(desired.local_networks) - networks):
-        yield Difference(MISSING, "local_networks", "", str(cidr), "", CONFIG_ADVICE)
+        yield differ("local_networks", "", str(cidr), "", CONFIG_ADVICE)
     for cidr in sorted(networks - set(desired.local_networks)):
-        yield Difference(STALE, "local_networks", "", "", str(cidr), CONFIG_ADVICE)
+        yield differ("local_networks", "", "", str(cidr), CONFIG_ADVICE)
 
 
 def _format_source(address: bytes) -> str:
@@ -224,7 +214,7 @@ def _compare_hooks(contents: NodeContents, config: Config) -> Iterator[Differenc
         where = f"hook {entry.name}"
         if entry.name not in wanted:
             if entry.attached:
-                yield Difference(STALE, where, entry.purpose, "", "attached", HOOK_ADVICE)
+                yield differ(where, entry.purpose, "", "attached", HOOK_ADVICE)
             continue
         place = entry.tracepoint or str(cgroup)
         if not entry.attached:
@@ -234,16 +224,9 @@ def _compare_hooks(contents: NodeContents, config: Config) -> Iterator[Differenc
             name = foreign.program_name(entry.program or 0) or "without a name"
             text = f"program {entry.program} ({name}), which this agent has not pinned"
             yield Difference(FOREIGN, where, entry.purpose, "kbpf's program", text, HOOK_ADVICE)
-        elif not entry.tracepoint and entry.cgroup_id != _inode(cgroup):
+        elif not entry.tracepoint and entry.cgroup_id != mounts.read_inode(cgroup):
             actual = f"at {entry.cgroup or f'cgroup {entry.cgroup_id}'}"
-            yield Difference(CHANGED, where, entry.purpose, f"at {cgroup}", actual, HOOK_ADVICE)
-
-
-def _inode(path: Path) -> int:
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return -1  # matches no cgroup
+            yield differ(where, entry.purpose, f"at {cgroup}", actual, HOOK_ADVICE)
 
 
 def _compare_devices(contents: NodeContents, config: Config) -> Iterator[Difference]:
@@ -257,12 +240,12 @@ def _compare_devices(contents: NodeContents, config: Config) -> Iterator[Differe
             where = f"{direction} of {name}"
             if direction in directions and not ids:
                 text = f"tc_{direction}, as the device of a {choice.role}"
-                yield Difference(MISSING, "devices", where, text, "", DEVICE_ADVICE)
+                yield differ("devices", where, text, "", DEVICE_ADVICE)
             elif direction in directions and not is_ours:
                 text = f"program {min(ids)}, which this agent has not pinned"
                 yield Difference(FOREIGN, "devices", where, f"tc_{direction}", text, DEVICE_ADVICE)
             elif direction not in directions and ids:
-                yield Difference(STALE, "devices", where, "", f"program {min(ids)}", DEVICE_ADVICE)
+                yield differ("devices", where, "", f"program {min(ids)}", DEVICE_ADVICE)
     no_egress = [index for index in choices if not contents.attached.get((index, "egress"))]
     expected = pack_devices(contents.devices, choices, config, no_egress)
     yield from _compare_device_maps(contents, expected, devices)
@@ -272,9 +255,7 @@ def _compare_devices(contents: NodeContents, config: Config) -> Iterator[Differe
         if one != other:
             ifindex, network = unpack_source_range(key)
             where = f"ifindex {ifindex}, {network}"
-            yield Difference(
-                CHANGED, "device_sources", where, _format_source(one), _format_source(other), DEVICE_ADVICE
-            )
+            yield differ("device_sources", where, _format_source(one), _format_source(other), DEVICE_ADVICE)
 
 
 def _compare_device_maps(
@@ -287,20 +268,20 @@ def _compare_device_maps(
         return devices[ifindex].name if ifindex in devices else f"ifindex {ifindex}"
 
     for key in sorted(expected.keys() - actual.keys()):
-        yield Difference(MISSING, "devices", name(key), "an entry", "", DEVICE_ADVICE)
+        yield differ("devices", name(key), "an entry", "", DEVICE_ADVICE)
     for key in sorted(actual.keys() - expected.keys()):
-        yield Difference(STALE, "devices", name(key), "", "an entry", DEVICE_ADVICE)
+        yield differ("devices", name(key), "", "an entry", DEVICE_ADVICE)
     for key in sorted(actual.keys() & expected.keys()):
         if actual[key] != expected[key]:
             text, other = _format_device(expected[key]), _format_device(actual[key])
-            yield Difference(CHANGED, "devices", name(key), text, other, DEVICE_ADVICE)
+            yield differ("devices", name(key), text, other, DEVICE_ADVICE)
     for raw in contents.entries["device_cache"].values():
         ifindex, value = CACHED_DEVICE.unpack(raw)
         # An element may be empty or lag behind (DeviceMap.write()), but must not contradict.
         key = U32.pack(ifindex)
         if ifindex and expected.get(key, value) != value:
             text, other = _format_device(expected[key]), _format_device(value)
-            yield Difference(CHANGED, "device_cache", name(key), text, other, DEVICE_ADVICE)
+            yield differ("device_cache", name(key), text, other, DEVICE_ADVICE)
 
 
 def _format_device(raw: bytes) -> str:
@@ -323,16 +304,16 @@ def open_maps(pins: Pins, stack: contextlib.ExitStack) -> tuple[dict[str, Map], 
     for name, spec in MAPS.items():
         text = f"a map with keys of {spec.key_size} and values of {spec.value_size} bytes"
         try:
-            map_ = stack.enter_context(pinning.open_map(pins.maps / name, spec))
+            map_ = stack.enter_context(pins.open_map(name))
         except KernelError as error:
-            kind = MISSING if error.errno == errno.ENOENT else DifferenceKind.DAMAGED
+            kind = MISSING if error.errno == errno.ENOENT else DAMAGED
             actual = "" if kind is MISSING else error.what
             differences.append(Difference(kind, name, "map", text, actual, REPLACED_ADVICE))
             continue
         maps[name] = map_
         if map_.is_frozen():
             actual = "frozen: no process can change it"
-            differences.append(Difference(DifferenceKind.DAMAGED, name, "map", text, actual, REPLACED_ADVICE))
+            differences.append(Difference(DAMAGED, name, "map", text, actual, REPLACED_ADVICE))
     return maps, differences
 
 
@@ -348,7 +329,7 @@ def compare_maps_in_use(pins: Pins, maps: Mapping[str, Map]) -> Iterator[Differe
             number = U32.unpack(outer.lookup(ZERO) or bytes(U32.size))[0]
         if inner in maps and number != maps[inner].id:
             text = f"map {maps[inner].id}, which is pinned"
-            yield Difference(CHANGED, name, "map", text, f"map {number}", REPLACED_ADVICE)
+            yield differ(name, "map", text, f"map {number}", REPLACED_ADVICE)
     for folder in (*pins.root.glob("programs-sock-*"), *packet_program_folders(pins)):
         try:
             others = pinning.map_ids_read_by(folder) - pinned_ids.keys()

@@ -13,8 +13,7 @@ from kbpf.dataplane.bpf.map_metrics import (
     REMOVED_BACKENDS,
     SOCKET_STORAGE_MAPS,
     ConnectionCount,
-    IdPair,
-    read_totals,
+    unpack_counts,
 )
 from kbpf.dataplane.bpf.maps.layout import (
     AFFINITY,
@@ -127,7 +126,8 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
     lists_sockets = True
     if Part.TRAFFIC in parts:
         traffic, lists_sockets = _read_traffic(maps, backends)
-        latencies = {_u32(key): unpack_latencies(raw) for key, raw in maps["latencies"].items()}
+        entries = maps["latencies"].items()
+        latencies = {int.from_bytes(key, "little"): unpack_latencies(raw) for key, raw in entries}
     endpoints = _read_endpoints(maps, names) if Part.ENDPOINTS in parts else {}
     sets = _Sets(contents, backends)
     ports = {
@@ -173,13 +173,8 @@ def _build_frontend(at: FrontendAddress, value: ServiceValue, sets: _Sets) -> Fr
         at,
         frontend.kind if frontend else None,
         bool(value.flags & ServiceFlag.RESTRICTED),
-        sets.get(value.cluster_set, value.cluster_size, value.cluster_table),
-        sets.get(value.local_set, value.local_size, value.local_table),
+        *(sets.get(*numbers) for numbers in value.sets),
     )
-
-
-def _u32(raw: bytes) -> int:
-    return int.from_bytes(raw, "little")
 
 
 def _read_endpoints(maps: Maps, names: Mapping[int, ServicePortKey]) -> Mapping[int, dict[Backend, EndpointEntry]]:
@@ -211,7 +206,7 @@ def _read_traffic(maps: Maps, backends: Backends) -> tuple[dict[int, list[Backen
     with BTF does, and some vendors' kernels never do. Without it, their connections are left out.
     """
     lists_sockets = True
-    connection_count, totals = ConnectionCount(), dict[IdPair, ConnectionStats]()
+    connection_count = ConnectionCount()
     for name in COUNTED_MAPS:
         try:
             for _ in connection_count.add(maps[name], True):
@@ -220,8 +215,7 @@ def _read_traffic(maps: Maps, backends: Backends) -> tuple[dict[int, list[Backen
             if name not in SOCKET_STORAGE_MAPS:
                 raise
             lists_sockets = False
-    for _ in read_totals(maps["counts"], totals):
-        pass
+    totals = {ids: total for batch in maps["counts"].batches() for ids, total in unpack_counts(*batch)}
     open_counts, traffic = connection_count.pairs, dict[int, list[BackendTraffic]]()
     for port_id, backend_id in sorted(totals.keys() | open_counts.keys()):
         pair = (port_id, backend_id)

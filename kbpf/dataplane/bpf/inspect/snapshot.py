@@ -17,6 +17,7 @@ from typing import Any, Final
 from kbpf.dataplane.bpf.inspect import attached, failures, services
 from kbpf.dataplane.bpf.inspect import connections as tracked
 from kbpf.dataplane.bpf.inspect.connections import FlowTable, measure_fill
+from kbpf.dataplane.bpf.map_metrics import read_counter
 from kbpf.dataplane.bpf.maps import pinning, status_entries
 from kbpf.dataplane.bpf.maps.layout import (
     AFFINITY_CGROUP_MASK,
@@ -85,6 +86,7 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
     began = time.monotonic()
     with open_maps(pins, parts) as maps:
         values = services.read(maps, parts)
+        ports = {port.id: port for port in values.get("services", ())}
         if Part.MAPS in parts:
             values["maps"] = tuple(read_map(name, map_) for name, map_ in maps.items())
         if Part.STATUS in parts:
@@ -96,7 +98,6 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
             # Published folders only: one that is still being filled is named `new-programs-...`.
             values["packet_programs"] = any(pins.root.glob("programs-tc-*"))
         if Part.FAILURES in parts:
-            ports = {port.id: port for port in values["services"]}
             values["failures"] = failures.read(maps["failures"], ports)
         if "config" in maps:
             values |= _read_config(maps, parts)
@@ -117,7 +118,6 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
     now = time.monotonic()
     flows = None
     if connections is not None:
-        ports = {port.id: port for port in values["services"]}
         flows = FlowTable(connections, ports, str(pin_dir), began, now, values["pods"])
     return Inspection(
         str(pin_dir),
@@ -170,11 +170,11 @@ def open_maps(pins: Pins, parts: Part) -> Iterator[dict[str, Map]]:
     needed = {name for part in parts for name in MAPS_OF_PART[part]}
     with contextlib.ExitStack() as stack:
         maps = {}
-        for name, spec in MAPS.items():
+        for name in MAPS:
             if name not in needed:
                 continue
             try:
-                maps[name] = stack.enter_context(pinning.open_map(pins.maps / name, spec))
+                maps[name] = stack.enter_context(pins.open_map(name))
             except KernelError as error:
                 if error.errno != errno.ENOENT:
                     raise
@@ -211,13 +211,8 @@ def _read_status(maps: Mapping[str, Map]) -> dict[str, Any]:
     return {
         "status": status,
         "agent_alive": status is not None and is_alive(status.pid, status.started),
-        "reasons": {reason: _read_counter(maps["reasons"], reason) for reason in Reason},
+        "reasons": {reason: read_counter(maps["reasons"], reason) for reason in Reason},
     }
-
-
-def _read_counter(map_: Map, reason: Reason) -> int:
-    # one u64 for each possible CPU
-    return sum(memoryview(map_.lookup(U32.pack(reason)) or b"").cast("Q"))
 
 
 def read_packet_path(maps: Mapping[str, Map]) -> dict[str, Any]:

@@ -53,7 +53,6 @@ class AgentMaps:
         self.maps: dict[str, Map] = {}
         self.fill: Counter[str] = Counter()
         self.writes: Counter[str] = Counter()
-        self.calls = 0
         self.migration = MapMigration(self.maps)
         self._unpinned: set[str] = set()  # resized maps that programs do not use yet
         self._copies: dict[str, Map] = {}  # larger maps by name; every write goes to them too
@@ -136,13 +135,12 @@ class AgentMaps:
             self.writes[name] += count
             self.fill[name] -= count
 
-    def _write(self, name: str, write: Callable[[Map], int | None]) -> None:
-        """Writes to a map, and to its copy while it grows. `write` returns its number of system
-        calls, None for one. If either write fails they may differ, so the growth fails; the change
-        fails only if the map itself was not written.
+    def _write(self, name: str, write: Callable[[Map], None]) -> None:
+        """Writes to a map, and to its copy while it grows. If either write fails they may differ,
+        so the growth fails; the change fails only if the map itself was not written.
         """
         try:
-            calls = write(self.maps[name])
+            write(self.maps[name])
         except KernelError as error:
             self._copy_error = error
             raise
@@ -151,13 +149,11 @@ class AgentMaps:
                 write(self._copies[name])
             except KernelError as error:
                 self._copy_error = error
-        self.calls += 1 if calls is None else calls
 
-    def take_counts(self) -> tuple[dict[str, int], int]:
-        """The number of writes by map and of system calls since the last call."""
-        result = dict(self.writes), self.calls
-        self.writes, self.calls = Counter(), 0
-        return result
+    def take_counts(self) -> Mapping[str, int]:
+        """The number of writes by map since the last call."""
+        writes, self.writes = self.writes, Counter()
+        return writes
 
     def max_entries(self, name: str) -> int:
         """The maximum size of this map."""
@@ -253,9 +249,6 @@ class AgentMaps:
 
 # ---- growth in the background --------------------------------------------------------------------
 
-
-log = logging.getLogger("kbpf.dataplane")
-
 COPY_BATCH_ENTRIES: Final = 1_024
 """Entries copied in one piece: about one millisecond."""
 
@@ -330,10 +323,6 @@ class MapGrowth:
             raise CapacityError(f"maps cannot grow, retrying: {self._error.text}")
         return True
 
-    def due(self, now: float) -> float | None:
-        """When to call advance() (time.monotonic); None if no map is growing."""
-        return now if self.is_busy else None
-
     def advance(self, seconds: float) -> None:
         """Works for this many seconds. An error is logged, and reported by must_wait()."""
         if seconds <= 0:
@@ -345,13 +334,10 @@ class MapGrowth:
         except KbpfError:
             return
 
-    def finish(self, sizes_at_once: Mapping[str, int] | None = None) -> None:
-        """Completes the running growth, or with `sizes_at_once` replaces it by one to these sizes.
-        Raises KbpfError.
-        """
-        if sizes_at_once is not None:
-            self.close()
-            self._start(sizes_at_once)
+    def finish(self, sizes: Mapping[str, int]) -> None:
+        """Completes a growth to these sizes instead of the running one. Raises KbpfError."""
+        self.close()
+        self._start(sizes)
         while self._step():
             pass
 

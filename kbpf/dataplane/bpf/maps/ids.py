@@ -24,13 +24,16 @@ IsIdUsed = Callable[[int, int], bool]
 
 
 class IdAllocator:
-    """The counters. 0 is not an id. `is_used` is called only after the ids have wrapped."""
+    """The counters, and which `backends` and `tables` have an id. 0 is not an id. `is_used` is
+    called only after the ids have wrapped.
+    """
 
     def __init__(self, meta: Meta, is_used: IsIdUsed = lambda _, __: False) -> None:
         self._next = [max(1, next_id) for next_id in meta]
         self._is_used = is_used
         self._wrapped = [False] * len(self._next)
         self._saved_meta = meta
+        self.backends, self.tables = BackendTable(self), SharedTables(self)
 
     def allocate_service(self) -> int:
         """A new id for a Service port of one family."""
@@ -73,7 +76,7 @@ class IdAllocator:
 
 
 class RefCount(msgspec.Struct, gc=False):
-    """The id of a backend or table, and how many sets or lists of serving backends refer to it."""
+    """The id of a backend, and how many sets or lists of serving backends refer to it."""
 
     id: int
     refs: int
@@ -97,7 +100,7 @@ class BackendTable:
         """The number of these backends that have no id yet."""
         return sum(backend not in self._ref_counts for backend in backends)
 
-    def count_only_in(self, sets: Iterable[BackendSet], used_again: Container[Backend] = ()) -> int:
+    def count_only_in(self, sets: Iterable[BackendSet], used_again: Container[Backend]) -> int:
         """The number of backends that only these sets reference, not counting those in
         `used_again`.
         """
@@ -151,7 +154,7 @@ class SharedTables:
 
     def __init__(self, ids: IdAllocator) -> None:
         self._ids = ids
-        self._ref_counts: dict[int, RefCount] = {}
+        self._refs: Counter[int] = Counter()
         self._id_by_key: dict[TableKey, int] = {}
         self._key_by_id: dict[int, TableKey] = {}
 
@@ -161,46 +164,39 @@ class SharedTables:
 
     def acquire(self, key: TableKey) -> tuple[int, bool]:
         """Adds a reference. Returns the table's id, and whether it is new and has to be written."""
-        table_id = self._id_by_key.get(key, 0)
-        if table_id:
-            self._ref_counts[table_id].refs += 1
+        if table_id := self.find(key):
+            self._refs[table_id] += 1
             return table_id, False
         table_id = self._ids.allocate_set()
-        self._ref_counts[table_id] = RefCount(table_id, 1)
-        self._register(table_id, key)
+        self.add_built(table_id, key)
         return table_id, True
 
     def add_built(self, table_id: int, key: TableKey) -> None:
         """Adds a table that was written before its first use; its builder holds one reference."""
-        self._ref_counts[table_id] = RefCount(table_id, 1)
+        self._refs[table_id] = 1
         self._register(table_id, key)
 
     def adopt(self, table_id: int) -> None:
         """Adds a reference to a table found in the map, whose key is not known yet."""
-        self._ref_counts.setdefault(table_id, RefCount(table_id, 0)).refs += 1
+        self._refs[table_id] += 1
 
     def identify(self, table_id: int, key: TableKey) -> None:
         """Sets the key of an adopted table."""
-        if table_id in self._ref_counts and table_id not in self._key_by_id and key not in self._id_by_key:
+        if table_id in self._refs and table_id not in self._key_by_id and key not in self._id_by_key:
             self._register(table_id, key)
 
     def select_only_in(self, tables: Iterable[int]) -> set[int]:
         """The tables without other references. Each table is listed once for each reference to
         remove.
         """
-        return {
-            table_id
-            for table_id, references in Counter(tables).items()
-            if self._ref_counts[table_id].refs == references
-        }
+        return {table_id for table_id, refs in Counter(tables).items() if self._refs[table_id] == refs}
 
     def release(self, table_id: int) -> bool:
         """Removes a reference. Returns whether it was the last one; the table is then forgotten."""
-        entry = self._ref_counts[table_id]
-        entry.refs -= 1
-        if entry.refs:
+        self._refs[table_id] -= 1
+        if self._refs[table_id]:
             return False
-        del self._ref_counts[table_id]
+        del self._refs[table_id]
         key = self._key_by_id.pop(table_id, None)
         if key is not None:
             del self._id_by_key[key]

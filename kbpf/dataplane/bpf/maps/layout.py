@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from operator import mul
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kbpf.kernel.bpf import uapi
-from kbpf.model.address import ANY4, ANY6, Addr, family_of
+from kbpf.model.address import ANY, Addr, family_of
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import FrontendKind, ServicePortKey
-from kbpf.model.metrics import LATENCY_BOUNDS, Latency, ServiceLatencies
-from kbpf.model.objects import ELLIPSIS, Cidr, Protocol
+from kbpf.model.metrics import LATENCY_BOUNDS, Latency, PortName, ServiceLatencies
+from kbpf.model.objects import ELLIPSIS, Cidr, Protocol, protocol_name
 from kbpf.model.reasons import Reason
 from kbpf.model.status import MAX_STATUS_BYTES
 
@@ -207,6 +207,10 @@ class Target(NamedTuple):
         return cls(Addr(raw[:16]), int.from_bytes(raw[16:18], "big"), raw[18])
 
 
+SetNumbers = tuple[int, int, int]
+"""Id, size and table of a set, as a frontend has them."""
+
+
 class ServiceValue(NamedTuple):
     """struct service."""
 
@@ -219,6 +223,14 @@ class ServiceValue(NamedTuple):
     local_size: int
     cluster_table: int = 0
     local_table: int = 0
+
+    @property
+    def sets(self) -> tuple[SetNumbers, SetNumbers]:
+        """The cluster and the local set."""
+        return (
+            (self.cluster_set, self.cluster_size, self.cluster_table),
+            (self.local_set, self.local_size, self.local_table),
+        )
 
     def pack(self, key: bytes) -> bytes:
         """40 bytes: the value of this key (struct target), with its check word."""
@@ -347,7 +359,7 @@ def pack_target(address: Addr | bytes, port: int, protocol: int) -> bytes:
 
 def node_port_target(frontend: bytes) -> bytes:
     """The key under which a NodePort is programmed: its address is the wildcard."""
-    return (ANY4 if family_of(frontend[:16]) == 4 else ANY6) + frontend[16:]
+    return ANY[family_of(frontend[:16])] + frontend[16:]
 
 
 def pack_slots(set_id: int, size: int, start: int = 0) -> bytes:
@@ -411,6 +423,13 @@ def unpack_service_name(raw: bytes) -> ServicePortKey:
     """Unpacks a struct service_name."""
     namespace, name, port, protocol, family = SERVICE_NAME.unpack(raw)
     return ServicePortKey(_decode_text(namespace), _decode_text(name), _decode_text(port), Protocol(protocol), family)
+
+
+def unpack_port_name(raw: bytes) -> PortName:
+    """From the same struct; an unknown protocol is a number."""
+    *texts, protocol, _ = SERVICE_NAME.unpack(raw)
+    namespace, name, port = map(_decode_text, texts)
+    return namespace, name, port, protocol_name(protocol)
 
 
 def pack_endpoint_key(service_id: int, address: Addr, port: int, protocol: int) -> bytes:
@@ -501,6 +520,10 @@ class FormerLayout:
     convert: Callable[[bytes], bytes]
 
 
+ON_DEMAND_TYPES: Final = (uapi.BPF_MAP_TYPE_HASH, uapi.BPF_MAP_TYPE_LPM_TRIE, uapi.BPF_MAP_TYPE_SK_STORAGE)
+"""Types whose maps get memory for an entry when it is written."""
+
+
 @dataclass(frozen=True, slots=True)
 class MapSpec:
     """A map as it is created in the kernel.
@@ -516,6 +539,7 @@ class MapSpec:
     - `former_layouts`: layouts of earlier versions. For a map written by programs, an upgrade from
       a layout that is not listed loses its contents (for `flows`: connections).
     - `inner`: the name of the map that this array of one map holds.
+    - `preallocated`: a hash whose entries have their memory from the start.
     """
 
     name: str
@@ -524,7 +548,6 @@ class MapSpec:
     key_size: int
     value_size: int
     entries: int
-    flags: int = 0
     sized_by: str = ""
     grows: bool = False
     version: int = 1
@@ -532,6 +555,13 @@ class MapSpec:
     entries_per_object: float = 1
     former_layouts: tuple[FormerLayout, ...] = ()
     inner: str = ""
+    preallocated: bool = False
+
+    @property
+    def flags(self) -> int:
+        """How it is created: with BPF_F_NO_PREALLOC, which tries and socket storage need."""
+        is_filled_on_demand = self.map_type in ON_DEMAND_TYPES and not self.preallocated
+        return uapi.BPF_F_NO_PREALLOC if is_filled_on_demand else 0
 
     @property
     def identity(self) -> tuple[str, int, int, int, int]:
@@ -562,27 +592,20 @@ class MapSpec:
 
 
 def _growing_hash(name: str, purpose: str, key_size: int, value_size: int, entries: int, sized_by: str) -> MapSpec:
-    return MapSpec(
-        name,
-        purpose,
-        uapi.BPF_MAP_TYPE_HASH,
-        key_size,
-        value_size,
-        entries,
-        uapi.BPF_F_NO_PREALLOC,
-        sized_by,
-        grows=True,
-    )
+    return MapSpec(name, purpose, uapi.BPF_MAP_TYPE_HASH, key_size, value_size, entries, sized_by, grows=True)
 
 
-def _lru_hash(name: str, purpose: str, key_size: int, value_size: int, sized_by: str, version: int = 1) -> MapSpec:
-    kind = uapi.BPF_MAP_TYPE_LRU_HASH
-    return MapSpec(name, purpose, kind, key_size, value_size, 0, 0, sized_by, version=version)
+def _lru_hash(name: str, purpose: str, key_size: int, value_size: int, entries: int = 0, **options: Any) -> MapSpec:
+    return MapSpec(name, purpose, uapi.BPF_MAP_TYPE_LRU_HASH, key_size, value_size, entries, **options)
+
+
+def _array(name: str, purpose: str, value_size: int, entries: int = 1, version: int = 1) -> MapSpec:
+    return MapSpec(name, purpose, uapi.BPF_MAP_TYPE_ARRAY, 4, value_size, entries, version=version)
 
 
 def _socket_storage(name: str, purpose: str, value_size: int) -> MapSpec:
     """Socket storage: one value per socket, whose key is the socket's descriptor."""
-    return MapSpec(name, purpose, uapi.BPF_MAP_TYPE_SK_STORAGE, 4, value_size, 0, uapi.BPF_F_NO_PREALLOC)
+    return MapSpec(name, purpose, uapi.BPF_MAP_TYPE_SK_STORAGE, 4, value_size, 0)
 
 
 MAPS: Final = {
@@ -622,14 +645,14 @@ MAPS: Final = {
             "client and Service → backend; full: the oldest entry is evicted",
             AFFINITY_KEY.size,
             AFFINITY.size,
-            "affinity",
+            sized_by="affinity",
         ),
         _lru_hash(
             "affinity_shares",
             "client → number of its entries in affinity, which is limited",
             16,
             U32.size,
-            "affinity",
+            sized_by="affinity",
             version=2,
         ),
         _socket_storage("sock_peers", "connected socket → frontend and backend; stored with the socket", PEER.size),
@@ -646,7 +669,6 @@ MAPS: Final = {
             CUT_KEY.size,
             U64.size,
             65_536,
-            uapi.BPF_F_NO_PREALLOC,
         ),
         MapSpec(
             "source_ranges",
@@ -655,7 +677,6 @@ MAPS: Final = {
             SOURCE_KEY.size,
             4,
             65_536,
-            uapi.BPF_F_NO_PREALLOC,
         ),
         MapSpec(
             "flows",
@@ -664,7 +685,7 @@ MAPS: Final = {
             FLOW_KEY.size,
             FLOW.size,
             0,
-            0,
+            preallocated=True,
             sized_by="connections",
             packet_path_only=True,
             entries_per_object=3 * FLOW_HEADROOM,
@@ -681,9 +702,7 @@ MAPS: Final = {
             packet_path_only=True,
             entries_per_object=FLOW_HEADROOM,
         ),
-        MapSpec(
-            "flow_count", "packet path: number of connections in flow_queue", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1
-        ),
+        _array("flow_count", "packet path: number of connections in flow_queue", U64.size),
         MapSpec(
             "unconfirmed",
             "packet path: ends of a packet of conntrack's → its flow, until it leaves; two for each flow",
@@ -691,7 +710,6 @@ MAPS: Final = {
             FLOW_KEY.size,
             EVENT.size,
             4 * UNCONFIRMED_FLOWS,
-            uapi.BPF_F_NO_PREALLOC,
             version=2,
             packet_path_only=True,
         ),
@@ -705,80 +723,49 @@ MAPS: Final = {
             version=2,
             packet_path_only=True,
         ),
-        MapSpec(
+        _array(
             "flow_marks",
             "packet path: hash of a frontend or backend → whether a connection may have it",
-            uapi.BPF_MAP_TYPE_ARRAY,
-            4,
             U64.size,
             FLOW_MARKS,
         ),
-        MapSpec(
-            "flow_generations",
-            "packet path: which marks of flow_marks still count",
-            uapi.BPF_MAP_TYPE_ARRAY,
-            4,
-            FLOW_GENERATIONS.size,
-            1,
-        ),
-        MapSpec(
+        _array("flow_generations", "packet path: which marks of flow_marks still count", FLOW_GENERATIONS.size),
+        _array(
             "doubtful_ports",
             "packet path: hash of a backend and an SNAT port → until when the port is in doubt",
-            uapi.BPF_MAP_TYPE_ARRAY,
-            4,
             DOUBTS.size,
             DOUBTFUL_PORTS,
         ),
-        MapSpec(
-            "port_slots",
-            "packet path: locks for choosing SNAT ports",
-            uapi.BPF_MAP_TYPE_ARRAY,
-            4,
-            PORT_SLOT.size,
-            PORT_SLOTS,
-        ),
-        MapSpec(
+        _array("port_slots", "packet path: locks for choosing SNAT ports", PORT_SLOT.size, PORT_SLOTS),
+        _lru_hash(
             "fragments",
             "packet path: ports of fragmented datagrams, for their later fragments",
-            uapi.BPF_MAP_TYPE_LRU_HASH,
             CLIENT_SLOT.size,
             FRAGMENT.size,
             8192,
             packet_path_only=True,
         ),
-        MapSpec(
-            "refusal_limits",
-            "packet path: rate limits of ICMP errors and RSTs",
-            uapi.BPF_MAP_TYPE_ARRAY,
-            4,
-            REFUSAL_LIMIT.size,
-            len(RefusalLimit),
+        _array(
+            "refusal_limits", "packet path: rate limits of ICMP errors and RSTs", REFUSAL_LIMIT.size, len(RefusalLimit)
         ),
-        MapSpec(
+        _lru_hash(
             "refused_peers",
             "packet path: sender → one of its rate limits of refusals",
-            uapi.BPF_MAP_TYPE_LRU_HASH,
             16,
             U64.size,
             4096,
             packet_path_only=True,
         ),
-        MapSpec(
+        _lru_hash(
             "foreign_flows",
             "packet path: connections that another data plane serves",
-            uapi.BPF_MAP_TYPE_LRU_HASH,
             CLIENT_SLOT.size,
             U32.size,
             16_384,
             packet_path_only=True,
         ),
-        MapSpec(
-            "new_flows_paused_until",
-            "packet path: when new flows may begin again after a change of maps",
-            uapi.BPF_MAP_TYPE_ARRAY,
-            4,
-            U64.size,
-            1,
+        _array(
+            "new_flows_paused_until", "packet path: when new flows may begin again after a change of maps", U64.size
         ),
         MapSpec(
             "devices",
@@ -787,13 +774,10 @@ MAPS: Final = {
             4,
             DEVICE.size,
             MAX_DEVICES,
-            uapi.BPF_F_NO_PREALLOC,
         ),
-        MapSpec(
+        _array(
             "device_cache",
             "packet path: ifindex modulo the size → an entry of devices",
-            uapi.BPF_MAP_TYPE_ARRAY,
-            4,
             CACHED_DEVICE.size,
             CACHED_DEVICES,
         ),
@@ -804,7 +788,6 @@ MAPS: Final = {
             SOURCE_KEY.size,
             16,
             MAX_DEVICES,
-            uapi.BPF_F_NO_PREALLOC,
         ),
         MapSpec(
             "flow_scratch",
@@ -814,9 +797,7 @@ MAPS: Final = {
             SCRATCH_SIZE,
             1,
         ),
-        MapSpec(
-            "node", "packet path: the node's addresses and ports for SNAT", uapi.BPF_MAP_TYPE_ARRAY, 4, NODE.size, 1
-        ),
+        _array("node", "packet path: the node's addresses and ports for SNAT", NODE.size),
         MapSpec(
             "local_networks",
             "packet path: networks of clients that count as pods of this node",
@@ -824,17 +805,14 @@ MAPS: Final = {
             NETWORK_KEY.size,
             4,
             64,
-            uapi.BPF_F_NO_PREALLOC,
         ),
         _growing_hash("node_addresses", "addresses of this node that serve NodePorts", 16, 4, 4096, "frontends"),
         _growing_hash(
             "cluster_ips", "ClusterIPs, where a port that no Service defines is refused", 16, 4, 16_384, "frontends"
         ),
-        MapSpec(
+        _array(
             "frontend_ports",
             "ports of all frontends: everything else passes after one look-up",
-            uapi.BPF_MAP_TYPE_ARRAY,
-            4,
             U64.size,
             FRONTEND_PORT_WORDS,
         ),
@@ -845,7 +823,6 @@ MAPS: Final = {
             U64.size,
             4,
             4096,
-            uapi.BPF_F_NO_PREALLOC,
         ),
         MapSpec(
             "agent_sockets",
@@ -854,9 +831,8 @@ MAPS: Final = {
             U64.size,
             4,
             AGENT_SOCKETS,
-            uapi.BPF_F_NO_PREALLOC,
         ),
-        MapSpec("config", "settings that the programs read", uapi.BPF_MAP_TYPE_ARRAY, 4, CONFIG.size, 1),
+        _array("config", "settings that the programs read", CONFIG.size),
         MapSpec(
             "counts",
             "Service and backend → totals of their connections",
@@ -864,10 +840,9 @@ MAPS: Final = {
             U32_PAIR.size,
             COUNTS.size,
             0,
-            uapi.BPF_F_NO_PREALLOC,
             "counts",
         ),
-        MapSpec("zero_counts", "initial value of an entry of counts", uapi.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
+        _array("zero_counts", "initial value of an entry of counts", COUNTS.size),
         MapSpec(
             "latencies",
             "Service → histograms of its connect and round-trip times",
@@ -875,31 +850,20 @@ MAPS: Final = {
             U32.size,
             LATENCIES.size,
             16_384,
-            uapi.BPF_F_NO_PREALLOC,
         ),
-        MapSpec(
-            "zero_latencies", "initial value of an entry of latencies", uapi.BPF_MAP_TYPE_ARRAY, 4, LATENCIES.size, 1
-        ),
+        _array("zero_latencies", "initial value of an entry of latencies", LATENCIES.size),
         _socket_storage("connect_times", "connecting socket → when it began; stored with the socket", U64.size),
-        MapSpec(
+        _lru_hash(
             "failures",
             "failed connections, by client and by what failed",
-            uapi.BPF_MAP_TYPE_LRU_HASH,
             CLIENT_SLOT.size,
             FAILURE.size,
             4096,
             version=2,
         ),
-        MapSpec(
-            "monitored_until", "until when commands watch events", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, MONITORS + 1
-        ),
-        MapSpec(
-            "monitors",
-            "which events a command wants to see, and how many it was not shown",
-            uapi.BPF_MAP_TYPE_ARRAY,
-            4,
-            MONITOR.size,
-            MONITORS,
+        _array("monitored_until", "until when commands watch events", U64.size, MONITORS + 1),
+        _array(
+            "monitors", "which events a command wants to see, and how many it was not shown", MONITOR.size, MONITORS
         ),
         MapSpec(
             "monitor_ring",
@@ -919,16 +883,8 @@ MAPS: Final = {
             len(Reason),
             version=len(Reason),
         ),
-        MapSpec("meta", "the next free ids", uapi.BPF_MAP_TYPE_ARRAY, 4, META.size, 1),
-        MapSpec(
-            "agent_status",
-            "the agent's status and heartbeat",
-            uapi.BPF_MAP_TYPE_ARRAY,
-            4,
-            STATUS_SIZE,
-            STATUS_ENTRIES,
-            version=2,
-        ),
+        _array("meta", "the next free ids", META.size),
+        _array("agent_status", "the agent's status and heartbeat", STATUS_SIZE, STATUS_ENTRIES, version=2),
     )
 }
 

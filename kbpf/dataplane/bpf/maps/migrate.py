@@ -75,9 +75,6 @@ class ReplacedMap:
             if self.name not in TIMESTAMPED_MAPS or last_used(value) > since:
                 yield key, self.convert(value)
 
-    def close(self) -> None:
-        self.map.close()
-
 
 class MapMigration:
     """Replaced maps, until no program writes to them any more. `maps`: the current maps by name."""
@@ -96,8 +93,7 @@ class MapMigration:
         if queue_is_new:
             self._fill_queue(self._maps["flow_queue"])  # with the flows of adopted maps
         for replaced in self._replaced:
-            if MAPS[replaced.name].map_type != uapi.BPF_MAP_TYPE_QUEUE:  # derived from `flows`
-                self._copy_changes(replaced)
+            self._copy_changes(replaced)
         self._copied_at |= {replaced.name: now for replaced in self._replaced}
         if queue_is_new:
             self._write_flow_count(sum(is_original(raw) for _, raw in self._maps["flows"].items()))
@@ -134,8 +130,6 @@ class MapMigration:
         copies again.
         """
         for replaced in self._replaced:
-            if MAPS[replaced.name].map_type == uapi.BPF_MAP_TYPE_QUEUE:  # derived from `flows`
-                continue
             now = _program_clock_ns()
             copied = self._copy_changes(replaced)
             self._copied_at[replaced.name] = now
@@ -145,20 +139,19 @@ class MapMigration:
                     replaced.name,
                     copied,
                 )
-        self._close_maps(replaced for replaced in self._replaced if replaced.name not in still_read)
+        self.close(still_read)
 
-    def close(self) -> None:
-        """Closes the old maps."""
-        self._close_maps(self._replaced)
-
-    def _close_maps(self, maps: Iterable[ReplacedMap]) -> None:
-        closing = list(maps)
-        self._replaced = [replaced for replaced in self._replaced if replaced not in closing]
-        for replaced in closing:
-            replaced.close()
+    def close(self, still_read: Collection[str] = ()) -> None:
+        """Closes the old maps, except those in `still_read`."""
+        for replaced in self._replaced:
+            if replaced.name not in still_read:
+                replaced.map.close()
+        self._replaced = [replaced for replaced in self._replaced if replaced.name in still_read]
 
     def _copy_changes(self, replaced: ReplacedMap) -> int:
         """Copies changed entries; returns their number."""
+        if replaced.map.type == uapi.BPF_MAP_TYPE_QUEUE:  # derived from `flows`
+            return 0
         new, copied = self._maps[replaced.name], 0
         changes: Entries = self._read_changes(replaced)
         if replaced.name == "flows":

@@ -94,6 +94,10 @@ class Pins:
             error.where = error.where.replace(str(self.root), str(self._operator_path))
             raise
 
+    def open_map(self, name: str) -> Map:
+        """Opens one of ALL_MAPS; see open_map()."""
+        return open_map(self.maps / name, ALL_MAPS[name])
+
     def programs(self, key: str) -> Path:
         """The folder with the programs of this artifact."""
         return self.root / f"programs-{key}"
@@ -169,7 +173,7 @@ def open_maps(pins: Pins, sizes: MapSizes, packet_path: bool = False) -> OpenedM
     # Published by one rename, so it has all maps (for the exception, see the module).
     adopted = pins.maps.is_dir()
     new_maps = frozenset[str]() if adopted else _make_maps(pins, sizes, packet_path)
-    maps = {name: open_map(pins.maps / name, spec) for name, spec in ALL_MAPS.items()}
+    maps = {name: pins.open_map(name) for name in ALL_MAPS}
     for name, spec in OUTER_MAPS.items():
         _set_inner(maps[name], maps[spec.inner])
     return OpenedMaps(maps, adopted, new_maps, (*_find_former_layouts(pins), *_find_unpinned_maps(pins, maps)))
@@ -323,8 +327,7 @@ def _map_ids_read_by_all(pins: Pins) -> set[int]:
         with Link.open(pin) as link:
             program_id = link.read_info().program_id
         if program_id not in map_ids_by_program:
-            with objects.open_program_by_id(program_id) as program:
-                map_ids_by_program[program_id] = set(program.read_info().map_ids)
+            map_ids_by_program[program_id] = set(objects.read_program_info(program_id).map_ids)
         reads |= map_ids_by_program[program_id]
     for folder in packet_program_folders(pins):
         reads |= map_ids_read_by(folder)

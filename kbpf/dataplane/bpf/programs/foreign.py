@@ -160,8 +160,7 @@ def program_name(program: int) -> str:
 def _describe(program: int, hook: str, device: str = "") -> ForeignProgram | None:
     """None if the program cannot be opened: it was unloaded, or we lack CAP_SYS_ADMIN."""
     try:
-        with objects.open_program_by_id(program) as handle:
-            return ForeignProgram(program, handle.read_info().name, hook, device)
+        return ForeignProgram(program, objects.read_program_info(program).name, hook, device)
     except KernelError:
         return None
 

@@ -26,7 +26,7 @@ from typing import Final, NamedTuple, TypeVar
 from kbpf.dataplane.bpf.hooks import HOOKS, TAIL_CALL_SLOTS
 from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, TAIL_CALL_MAP, U32
 from kbpf.dataplane.bpf.maps.pinning import NEW_LINK_PREFIX, Pins
-from kbpf.errors import KernelError
+from kbpf.errors import IgnoredErrnos, KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY, Direction, FilterIdentity
 from kbpf.kernel.bpf.objects import MAX_NAME_LENGTH, Link, Program
@@ -61,7 +61,7 @@ class UnpinnedProgram(NamedTuple):
     place: str
 
 
-def refuse_unpinned(pins: Pins, operator_path: Path, cgroup: Path, packet_path: bool = True) -> None:
+def refuse_unpinned(pins: Pins, operator_path: Path, cgroup: Path, packet_path: bool) -> None:
     """Raises KernelError if programs of kbpf are attached without a pin: to the cgroup or, with
     `packet_path`, to any device of this network namespace. If programs of ours are attached,
     refusing would only leave those without updates.
@@ -77,7 +77,7 @@ def serves_already(pins: Pins) -> bool:
     return any(pins.links.glob("*")) or any(pins.root.glob("programs-*"))
 
 
-def find_lasting(pins: Pins, cgroup: Path, packet_path: bool = True) -> Collection[UnpinnedProgram]:
+def find_lasting(pins: Pins, cgroup: Path, packet_path: bool) -> Collection[UnpinnedProgram]:
     """What find_unpinned() still finds after DETACH_WAIT_S."""
     deadline = time.monotonic() + DETACH_WAIT_S
     while programs := find_unpinned(pins, cgroup, packet_path):
@@ -248,12 +248,9 @@ def _read_pinned_ids(pins: Pins) -> Iterator[int]:
 
 def _open_unless_removed(open_pin: Callable[[Path], T], pin: Path) -> T | None:
     """None if the agent has just removed or renamed the pin."""
-    try:
+    with IgnoredErrnos(errno.ENOENT):
         return open_pin(pin)
-    except KernelError as error:
-        if error.errno == errno.ENOENT:
-            return None
-        raise
+    return None
 
 
 def is_kbpf_program(program_id: int, name: str) -> bool:
@@ -261,8 +258,7 @@ def is_kbpf_program(program_id: int, name: str) -> bool:
     False if it cannot be opened (that needs CAP_SYS_ADMIN), or was just unloaded.
     """
     try:
-        with objects.open_program_by_id(program_id) as program:
-            info = program.read_info()
+        info = objects.read_program_info(program_id)
         map_names: set[str] = set()
         for map_id in info.map_ids if info.name == name[:MAX_NAME_LENGTH] else ():
             with objects.open_map_by_id(map_id) as map_:
@@ -277,9 +273,7 @@ def is_kbpf_program(program_id: int, name: str) -> bool:
 def has_tail_calls(program_id: int) -> bool:
     """Whether this program has a tail call map that is not empty. False if it cannot be opened."""
     try:
-        with objects.open_program_by_id(program_id) as program:
-            map_ids = program.read_info().map_ids
-        for map_id in map_ids:
+        for map_id in objects.read_program_info(program_id).map_ids:
             with objects.open_map_by_id(map_id) as map_:
                 if map_.type == BPF_MAP_TYPE_PROG_ARRAY and any(
                     map_.lookup(U32.pack(slot)) for slot in range(TAIL_CALL_SLOTS)

@@ -138,13 +138,7 @@ def _adopt_service_port(
     """
     # Ids count up, so the newest sets have the highest ones.
     _, reference = max(values, key=lambda v: (v[1].cluster_set, v[1].local_set))
-    cluster, local = (
-        _adopt_set(contents, *numbers)
-        for numbers in (
-            (reference.cluster_set, reference.cluster_size, reference.cluster_table),
-            (reference.local_set, reference.local_size, reference.local_table),
-        )
-    )
+    cluster, local = (_adopt_set(contents, *numbers) for numbers in reference.sets)
     # `serving` stays (): no map holds it. The first authoritative apply() finds stale UDP flows
     # without it (UdpCutter.cut_unserved()).
     programmed = ProgrammedPort(

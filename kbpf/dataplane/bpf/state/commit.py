@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Final
 
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables, TableKey
+from kbpf.dataplane.bpf.maps.ids import IdAllocator, TableKey
 from kbpf.dataplane.bpf.maps.layout import (
     AFFINITY_KEY,
     META,
@@ -26,15 +26,15 @@ from kbpf.dataplane.bpf.maps.layout import (
 from kbpf.dataplane.bpf.state.plan import (
     Retired,
     Writes,
-    needs_table,
     remember_fingerprint,
     table_key,
+    table_size,
 )
 from kbpf.errors import KernelError
 from kbpf.model.address import Addr
 from kbpf.model.desired import Backend, BackendSet, FrontendAddress, ServiceState, Spread
 from kbpf.model.objects import Algorithm
-from kbpf.policy.spread import compute_maglev_table_in_steps, compute_slots, count_slots
+from kbpf.policy.spread import compute_maglev_table_in_steps, compute_slots
 
 ZERO = U32.pack(0)
 ONE = U32.pack(1)
@@ -92,19 +92,14 @@ def save_ids(agent_maps: AgentMaps, ids: IdAllocator) -> None:
         ids.mark_saved(meta)
 
 
-def delete_retired(
-    agent_maps: AgentMaps,
-    backend_table: BackendTable,
-    shared_tables: SharedTables,
-    retired: Retired,
-) -> DeletionSteps:
+def delete_retired(agent_maps: AgentMaps, ids: IdAllocator, retired: Retired) -> DeletionSteps:
     """Deletes retired entries after their grace period, BATCH_ENTRIES at a time."""
     lists = (*(old_set.backends for old_set in retired.sets), *retired.released_backends)
     # Backends are released after the members, whose keys contain the ids of the backends.
-    yield from _delete(agent_maps, "backend_slots", _slot_keys(shared_tables, retired))
-    yield from _delete(agent_maps, "set_members", _member_keys(backend_table, retired))
+    yield from _delete(agent_maps, "backend_slots", _slot_keys(ids, retired))
+    yield from _delete(agent_maps, "set_members", _member_keys(ids, retired))
     released_ids = (
-        backend_table.release(backends[start : start + BATCH_ENTRIES])
+        ids.backends.release(backends[start : start + BATCH_ENTRIES])
         for backends in lists
         for start in range(0, len(backends), BATCH_ENTRIES)
     )
@@ -146,13 +141,13 @@ def _retry(begin: Callable[[], Iterable[None]]) -> DeletionSteps:
             return
 
 
-def _slot_keys(shared_tables: SharedTables, retired: Retired) -> Iterator[tuple[int, Iterable[bytes]]]:
+def _slot_keys(ids: IdAllocator, retired: Retired) -> Iterator[tuple[int, Iterable[bytes]]]:
     for keys in retired.slot_keys:
         for start in range(0, len(keys), BATCH_ENTRIES * U32_PAIR.size):
             batch = keys[start : start + BATCH_ENTRIES * U32_PAIR.size]
             yield len(batch) // U32_PAIR.size, (batch,)
     for old_set in retired.sets:
-        table_unused = old_set.table and shared_tables.release(old_set.table)
+        table_unused = old_set.table and ids.tables.release(old_set.table)
         for set_id, size in (
             (old_set.id, len(old_set.backends)),
             (old_set.table, old_set.size if table_unused else 0),
@@ -162,13 +157,13 @@ def _slot_keys(shared_tables: SharedTables, retired: Retired) -> Iterator[tuple[
                 yield end - start, (pack_slots(set_id, end, start),)
 
 
-def _member_keys(backend_table: BackendTable, retired: Retired) -> Iterator[tuple[int, Iterable[bytes]]]:
+def _member_keys(ids: IdAllocator, retired: Retired) -> Iterator[tuple[int, Iterable[bytes]]]:
     for key in retired.member_keys:
         yield 1, (key,)
     for old_set in retired.sets:
         if old_set.in_set_members:
             for backend in old_set.backends:
-                yield 1, (U32_PAIR.pack(old_set.id, backend_table.id_of(backend)),)
+                yield 1, (U32_PAIR.pack(old_set.id, ids.backends.id_of(backend)),)
 
 
 def _pack_ids(released: Iterable[list[int]], extra_ids: Sequence[int]) -> Iterator[tuple[int, Iterable[bytes]]]:
@@ -207,8 +202,8 @@ class TableBuilder:
     one table after the other, and holds a reference to each until release().
     """
 
-    def __init__(self, agent_maps: AgentMaps, ids: IdAllocator, shared_tables: SharedTables) -> None:
-        self._agent_maps, self._ids, self._shared_tables = agent_maps, ids, shared_tables
+    def __init__(self, agent_maps: AgentMaps, ids: IdAllocator) -> None:
+        self._agent_maps, self._ids = agent_maps, ids
         self._steps: Generator[None] | None = None
         # Table ids, and how many slots of each are written.
         self._written_slots: list[tuple[int, int]] = []
@@ -217,11 +212,7 @@ class TableBuilder:
     def _find_missing(self, state: ServiceState) -> tuple[BackendSet, Spread] | None:
         """A set of this Service port that needs a large table which is not built yet."""
         for backends, spread in state.sets:
-            if (
-                needs_table(backends, spread)
-                and count_slots(len(backends), spread) > BATCH_SLOTS
-                and not self._shared_tables.find(table_key(backends, spread))
-            ):
+            if table_size(backends, spread) > BATCH_SLOTS and not self._ids.tables.find(table_key(backends, spread)):
                 return backends, spread
         return None
 
@@ -248,7 +239,7 @@ class TableBuilder:
         """Drops all references, and abandons an unfinished table. Returns the keys of slots that no
         set uses.
         """
-        released = [table_id for table_id in self._built if self._shared_tables.release(table_id)]
+        released = [table_id for table_id in self._built if self._ids.tables.release(table_id)]
         unfinished = {table_id for table_id, _ in self._written_slots} - set(self._built)
         keys = [
             pack_slots(table_id, size)
@@ -259,7 +250,7 @@ class TableBuilder:
         return [key for key in keys if key]
 
     def _build(self, key: TableKey, backends: BackendSet, spread: Spread) -> Generator[None]:
-        size = count_slots(len(backends), spread)
+        size = table_size(backends, spread)
         if spread.algorithm is Algorithm.MAGLEV:
             table = array("I", (yield from compute_maglev_table_in_steps(backends, spread.weights, size)))
         else:
@@ -275,7 +266,7 @@ class TableBuilder:
             self._written_slots.append((table_id, start + len(batch)))
             yield
         remember_fingerprint(key, table)
-        self._shared_tables.add_built(table_id, key)
+        self._ids.tables.add_built(table_id, key)
         self._built.append(table_id)
 
 
@@ -295,19 +286,8 @@ class GraceQueue:
     when all entries of a flip are deleted.
     """
 
-    def __init__(
-        self,
-        agent_maps: AgentMaps,
-        backend_table: BackendTable,
-        shared_tables: SharedTables,
-        cut_udp: Callable[[Retired], None],
-    ) -> None:
-        self._agent_maps, self._backend_table, self._shared_tables, self._cut_udp = (
-            agent_maps,
-            backend_table,
-            shared_tables,
-            cut_udp,
-        )
+    def __init__(self, agent_maps: AgentMaps, ids: IdAllocator, cut_udp: Callable[[Retired], None]) -> None:
+        self._agent_maps, self._ids, self._cut_udp = agent_maps, ids, cut_udp
         self._queue: deque[tuple[float, Retired]] = deque()
         self._steps: DeletionSteps | None = None  # of the deletion in progress
         self._deleting: Retired | None = None  # what these steps delete
@@ -353,5 +333,5 @@ class GraceQueue:
                 return
 
     def _retire(self, retired: Retired) -> DeletionSteps:
-        yield from delete_retired(self._agent_maps, self._backend_table, self._shared_tables, retired)
+        yield from delete_retired(self._agent_maps, self._ids, retired)
         self._cut_udp(retired)

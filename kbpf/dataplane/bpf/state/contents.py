@@ -140,7 +140,7 @@ class Contents:
         """Index → value of the slots of a set or table."""
         return {slot >> 32: slot & 0xFFFF_FFFF for slot in self.slots.get(set_id, ())}
 
-    def read_set(self, set_id: int, size: int, table: int = 0) -> SetContents:
+    def read_set(self, set_id: int, size: int, table: int) -> SetContents:
         """The set to which a frontend leads with these numbers."""
         if not set_id:
             return SetContents(where="services", problem="slots of no set" if size else "")

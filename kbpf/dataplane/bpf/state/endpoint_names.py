@@ -151,10 +151,7 @@ class EndpointNames:
         map_, cursor = self._agent_maps.maps[MAP_NAME], None
         while True:
             keys, values, cursor = map_.lookup_batch(cursor, BATCH_ENTRIES)
-            for number in range(len(keys) // map_.key_size):
-                raw_key = keys[number * map_.key_size : (number + 1) * map_.key_size]
-                value = values[number * map_.value_size : (number + 1) * map_.value_size]
-                unclaimed[raw_key] = hash(value)
+            unclaimed.update((raw_key, hash(value)) for raw_key, value in map_.split(keys, values))
             if cursor is None:
                 break
             yield None

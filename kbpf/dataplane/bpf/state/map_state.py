@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import Generic, NamedTuple, TypeVar
 
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, IsIdUsed, SharedTables
+from kbpf.dataplane.bpf.maps.ids import IdAllocator, IsIdUsed
 from kbpf.dataplane.bpf.maps.layout import U32, U32_PAIR, pack_ports
 from kbpf.dataplane.bpf.state import adopt, commit, endpoint_names
 from kbpf.dataplane.bpf.state.commit import AddressChange, GraceQueue, TableBuilder, pack_endpoint
@@ -18,6 +18,7 @@ from kbpf.dataplane.bpf.state.quotas import NamespaceBudgets
 from kbpf.model.address import Addr
 from kbpf.model.desired import FrontendKind, ServicePortKey
 from kbpf.model.objects import Cidr
+from kbpf.model.ref_counts import RefCounts
 
 T = TypeVar("T", bound=Hashable)
 Changes = Mapping[ServicePortKey, ProgrammedPort | None]
@@ -46,11 +47,11 @@ class SharedValues(Generic[T]):
     def __init__(
         self,
         values: Callable[[ProgrammedPort], Iterable[T]],
-        programmed_ports: Iterable[ProgrammedPort] = (),
-        written: Iterable[T] = (),
+        programmed_ports: Iterable[ProgrammedPort],
+        written: Iterable[T],
     ) -> None:
         self._values = values
-        self._counts = self._count(programmed_ports)
+        self._counts = RefCounts(self._list(programmed_ports))
         self.written_values = set(written)
 
     def update(
@@ -59,28 +60,18 @@ class SharedValues(Generic[T]):
         """Returns the added and removed values when the Service ports `before` become those
         `after`. `compare_all`: the map may differ from `written_values`, so compare all values.
         """
-        change = self._count(after)
-        change.subtract(self._count(before))
-        for value, count in change.items():
-            self._counts[value] += count
-            if not self._counts[value]:
-                del self._counts[value]
-        candidates: Collection[T] = self._counts.keys() | self.written_values if compare_all else change
-        new = {
-            candidate for candidate in candidates if candidate in self._counts and candidate not in self.written_values
-        }
-        removed = {
-            candidate for candidate in candidates if candidate in self.written_values and candidate not in self._counts
-        }
-        return new, removed
+        changed = self._counts.add(self._list(after)) | self._counts.remove(self._list(before))
+        candidates = self._counts.keys() | self.written_values if compare_all else changed
+        used = candidates & self._counts.keys()
+        return used - self.written_values, (candidates & self.written_values) - used
 
     def record_written(self, new: set[T], removed: set[T]) -> None:
         """Records that these values were written to the map and removed from it."""
         self.written_values |= new
         self.written_values -= removed
 
-    def _count(self, programmed_ports: Iterable[ProgrammedPort]) -> Counter[T]:
-        return Counter(value for programmed in programmed_ports for value in self._values(programmed))
+    def _list(self, programmed_ports: Iterable[ProgrammedPort]) -> list[T]:
+        return [value for programmed in programmed_ports for value in self._values(programmed)]
 
 
 class SharedChange(NamedTuple):
@@ -106,15 +97,14 @@ class ProgrammedState:
         adopted = adopt.adopt(contents)
         self.ids = IdAllocator(adopt.usable_ids(contents.next_ids), is_id_used)
         self.ids.skip_past(adopted.highest_service, adopted.highest_backend, adopted.highest_set)
-        self.backend_table = BackendTable(self.ids)
-        self.shared_tables, self.budgets = SharedTables(self.ids), NamespaceBudgets()
+        self.budgets = NamespaceBudgets()
         for backend, backend_id in adopted.backends.items():
-            self.backend_table.adopt(backend, backend_id)
+            self.ids.backends.adopt(backend, backend_id)
         for key, programmed in adopted.programmed.items():
             for set_ in programmed.sets:
-                self.backend_table.acquire(set_.backends)
+                self.ids.backends.acquire(set_.backends)
                 if set_.table:
-                    self.shared_tables.adopt(set_.table)
+                    self.ids.tables.adopt(set_.table)
             self.budgets.replace(key.namespace, None, programmed)
         self.programmed = adopted.programmed
         self._node_addresses = set(contents.node_addresses)
@@ -173,7 +163,7 @@ class ProgrammedState:
         retired.names += sorted({*unclaimed.unclaimed_names, *unclaimed.unused_names.values()})
         retired.slot_keys += unclaimed.unclaimed_slots
         retired.member_keys += unclaimed.unclaimed_members
-        retired.backend_ids += self.backend_table.remove_unreferenced() + unclaimed.unclaimed_backends
+        retired.backend_ids += self.ids.backends.remove_unreferenced() + unclaimed.unclaimed_backends
         return unclaimed
 
 
@@ -187,9 +177,9 @@ class MapState(ProgrammedState):
         # Names of endpoints have a writer of their own, which remembers what the map holds.
         named = agent_maps.fill[endpoint_names.MAP_NAME]
         agent_maps.fill = Counter({**contents.counts, endpoint_names.MAP_NAME: named})
-        self.builder = TableBuilder(agent_maps, self.ids, self.shared_tables)
+        self.builder = TableBuilder(agent_maps, self.ids)
         # What was about to be retired needs no queue: it is unclaimed now.
-        self.grace_queue = GraceQueue(agent_maps, self.backend_table, self.shared_tables, cut_udp)
+        self.grace_queue = GraceQueue(agent_maps, self.ids, cut_udp)
 
     def _is_id_used(self, kind: int, id_: int) -> bool:
         """Whether a map holds this id. Implements ids.IsIdUsed."""

@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables, TableKey
+from kbpf.dataplane.bpf.maps.ids import IdAllocator, TableKey
 from kbpf.dataplane.bpf.maps.layout import KIND_FLAGS, U32_PAIR, ServiceFlag, ServiceValue
 from kbpf.model.desired import (
     EVEN_SPREAD,
@@ -83,9 +83,10 @@ def fingerprint(table: Sequence[int]) -> bytes:
     return blake2b(array("I", table), digest_size=16).digest()
 
 
-def needs_table(backends: BackendSet, spread: Spread) -> bool:
-    """Whether these backends need a table, i.e. more than one equal slot for each."""
-    return spread != EVEN_SPREAD and count_slots(len(backends), spread) > len(backends)
+def table_size(backends: BackendSet, spread: Spread) -> int:
+    """The slots of the table that these backends need; 0 if one equal slot for each is enough."""
+    slots = len(backends) if spread == EVEN_SPREAD else count_slots(len(backends), spread)
+    return slots if slots > len(backends) else 0
 
 
 def table_key(backends: BackendSet, spread: Spread) -> TableKey:
@@ -108,7 +109,7 @@ def remember_fingerprint(key: TableKey, table: Sequence[int]) -> bytes:
 
 def table_content(backends: BackendSet, spread: Spread) -> bytes:
     """The fingerprint() of the table that these backends have; b"" if they need none."""
-    if not needs_table(backends, spread):
+    if not table_size(backends, spread):
         return b""
     key = table_key(backends, spread)
     # Expensive, but only adopted sets get here.
@@ -150,17 +151,35 @@ class ProgrammedPort(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
+class UdpTargets:
+    """What UDP flows use: backends and frontends, each with a service id."""
+
+    backends: set[tuple[int, Backend]] = field(default_factory=set)
+    frontends: set[tuple[int, FrontendAddress]] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.backends or self.frontends)
+
+    def add(self, other: "UdpTargets") -> None:
+        self.backends |= other.backends
+        self.frontends |= other.frontends
+
+    def remove(self, other: "UdpTargets") -> None:
+        self.backends -= other.backends
+        self.frontends -= other.frontends
+
+
+@dataclass(slots=True)
 class Retired:
     """What is deleted after the grace period. Stale UDP flows are then cut a second time, for a
-    connect() that was in flight during the first. `lost_backends`: backends that no longer serve a
-    service id; `lost_frontends`: frontends that no longer belong to it.
+    connect() that was in flight during the first. `lost`: backends that no longer serve a service
+    id, and frontends that no longer belong to it.
     """
 
     sets: list[ProgrammedSet] = field(default_factory=list)
     released_backends: list[BackendSet] = field(default_factory=list)
     names: list[int] = field(default_factory=list)
-    lost_backends: set[tuple[int, Backend]] = field(default_factory=set)
-    lost_frontends: set[tuple[int, FrontendAddress]] = field(default_factory=set)
+    lost: UdpTargets = field(default_factory=UdpTargets)
     forget_affinity: set[int] = field(default_factory=set)
     # keys of slots that belong to no programmed set, one or more back to back
     slot_keys: list[bytes] = field(default_factory=list)
@@ -220,7 +239,7 @@ class PortChange:
     sets: tuple[SetChange, ...]
     serving: BackendSet
 
-    def count_new_entries(self, backend_table: BackendTable, shared_tables: SharedTables) -> dict[str, int]:
+    def count_new_entries(self, ids: IdAllocator) -> dict[str, int]:
         """The maximum number of new entries, by map, before anything is retired."""
         old, new = self.old, self.new
         if new is None:
@@ -232,8 +251,9 @@ class PortChange:
             if not stays:
                 # A changed set is written in full: the old one stays for its grace period.
                 new_slots += len(backends)
-                if needs_table(backends, spread) and not shared_tables.find(table_key(backends, spread)):
-                    new_slots += count_slots(len(backends), spread)
+                size = table_size(backends, spread)
+                if size and not ids.tables.find(table_key(backends, spread)):
+                    new_slots += size
                 members += len(backends) if in_set_members else 0
                 needed_backends.update(backends)
         return {
@@ -242,10 +262,10 @@ class PortChange:
             "source_ranges": len(set(new.source_ranges) - set(old.source_ranges if old else ())),
             "backend_slots": new_slots,
             "set_members": members,
-            "backends": backend_table.count_unknown(needed_backends),
+            "backends": ids.backends.count_unknown(needed_backends),
         }
 
-    def count_leaving_entries(self, backend_table: BackendTable, shared_tables: SharedTables) -> dict[str, int]:
+    def count_leaving_entries(self, ids: IdAllocator) -> dict[str, int]:
         """The number of entries that this change retires, by map. Backends and tables that it
         reuses are not counted.
         """
@@ -256,12 +276,12 @@ class PortChange:
             if not stays:
                 retired.sets.append(old_set)
                 reused_backends.update(backends)
-                if needs_table(backends, spread):
-                    reused_tables.add(shared_tables.find(table_key(backends, spread)))
+                if table_size(backends, spread):
+                    reused_tables.add(ids.tables.find(table_key(backends, spread)))
         if self.old and self.old.serving != self.serving:
             retired.released_backends.append(self.old.serving)
             reused_backends.update(self.serving)
-        return count_leaving_entries([retired], backend_table, shared_tables, reused_backends, reused_tables)
+        return count_leaving_entries([retired], ids, reused_backends, reused_tables)
 
 
 def compute_change(key: ServicePortKey, old: ProgrammedPort | None, new: ServiceState | None) -> PortChange:
@@ -284,19 +304,11 @@ class WritePlan:
     are read from the maps again.
     """
 
-    def __init__(
-        self,
-        ids: IdAllocator,
-        backend_table: BackendTable,
-        known_ids: dict[ServicePortKey, int] | None = None,
-        shared_tables: SharedTables | None = None,
-    ) -> None:
+    def __init__(self, ids: IdAllocator, known_ids: dict[ServicePortKey, int] | None = None) -> None:
         """`known_ids`: ids of Service ports that `service_names` already contains; used ones are
         removed from it. Sockets and affinity entries of an earlier agent still carry these ids.
         """
         self._ids = ids
-        self._backend_table = backend_table
-        self._shared_tables = SharedTables(ids) if shared_tables is None else shared_tables
         self._known_ids = {} if known_ids is None else known_ids
         self.writes = Writes()
 
@@ -369,15 +381,16 @@ class WritePlan:
                 return old
             # Adopted, and its slots are equal: they were computed from this spread.
             if old.table:
-                self._shared_tables.identify(old.table, table_key(backends, spread))
+                self._ids.tables.identify(old.table, table_key(backends, spread))
             return msgspec.structs.replace(old, spread=spread)
         new = EMPTY
         if backends:
             # The old set releases its references only after the grace period: a backend that is in
             # both sets keeps its id.
-            self.writes.backends += self._backend_table.acquire(backends)
-            ids = [self._backend_table.id_of(backend) for backend in backends]
-            table, size = self._plan_table(backends, spread)
+            self.writes.backends += self._ids.backends.acquire(backends)
+            ids = [self._ids.backends.id_of(backend) for backend in backends]
+            size = table_size(backends, spread)
+            table = self._plan_table(backends, spread) if size else 0
             # A new id, never new slots under the old one: a program must see one set or the other.
             new = ProgrammedSet(
                 self._ids.allocate_set(), backends, in_set_members, size or len(ids), spread, table=table
@@ -390,18 +403,16 @@ class WritePlan:
             self.writes.retired.sets.append(old)
         return new
 
-    def _plan_table(self, backends: BackendSet, spread: Spread) -> tuple[int, int]:
-        """The id and size of the set's table; 0 and 0 if it needs none."""
-        if not needs_table(backends, spread):
-            return 0, 0
-        table_id, is_new = self._shared_tables.acquire(table_key(backends, spread))
+    def _plan_table(self, backends: BackendSet, spread: Spread) -> int:
+        """The id of the set's table."""
+        table_id, is_new = self._ids.tables.acquire(table_key(backends, spread))
         if is_new:
             # A large table is usually written by now (commit.TableBuilder), but not when all
             # Service ports are compared in one call.
             table = array("I", compute_slots(backends, spread))
             remember_fingerprint(table_key(backends, spread), table)
             self.writes.slots.append((table_id, table))
-        return table_id, count_slots(len(backends), spread)
+        return table_id
 
     def _plan_serving(self, service_id: int, old: BackendSet, new: BackendSet) -> None:
         """UDP flows may stay with any serving backend, so its id must stay valid; flows to others
@@ -409,10 +420,10 @@ class WritePlan:
         """
         if old == new:
             return
-        self.writes.backends += self._backend_table.acquire(new)
+        self.writes.backends += self._ids.backends.acquire(new)
         if old:
             self.writes.retired.released_backends.append(old)
-            self.writes.retired.lost_backends.update((service_id, backend) for backend in set(old) - set(new))
+            self.writes.retired.lost.backends.update((service_id, backend) for backend in set(old) - set(new))
 
     def _remove_frontends(self, old: ProgrammedPort, addresses: Iterable[FrontendAddress]) -> None:
         """Removes frontends. UDP flows through them must not stay with the backends of the old
@@ -420,7 +431,7 @@ class WritePlan:
         """
         self.writes.removed.update(addresses)
         udp = {(old.id, address) for address in addresses if address.protocol == Protocol.UDP}
-        self.writes.retired.lost_frontends |= udp
+        self.writes.retired.lost.frontends |= udp
 
     def _plan_ranges(self, service_id: int, old: Iterable[Cidr], new: Iterable[Cidr]) -> None:
         """Ranges are added before the flip and removed after it, so allowed clients are never
@@ -451,8 +462,7 @@ def policy_flags(state: ServiceState) -> ServiceFlag:
 
 def count_leaving_entries(
     pending: Iterable[Retired],
-    backend_table: BackendTable,
-    shared_tables: SharedTables,
+    ids: IdAllocator,
     reused_backends: Container[Backend] = (),
     reused_tables: Set[int] = frozenset(),
 ) -> dict[str, int]:
@@ -469,7 +479,7 @@ def count_leaving_entries(
         sets += [ProgrammedSet(0, backends) for backends in retired.released_backends]
     # A shared table goes only if all sets that use it do, and no new set reuses it.
     leaving_tables = {set_.table: set_.size for set_ in sets if set_.table}
-    unused_tables = shared_tables.select_only_in(set_.table for set_ in sets if set_.table) - reused_tables
+    unused_tables = ids.tables.select_only_in(set_.table for set_ in sets if set_.table) - reused_tables
     leaving_slots += sum(leaving_tables[table_id] for table_id in unused_tables)
     # Besides its table, if any, a set has one slot for each backend.
     leaving_slots += sum(len(set_.backends) for set_ in sets if set_.id)
@@ -477,5 +487,5 @@ def count_leaving_entries(
     return {
         "backend_slots": leaving_slots,
         "set_members": members,
-        "backends": backend_table.count_only_in((set_.backends for set_ in sets), reused_backends),
+        "backends": ids.backends.count_only_in((set_.backends for set_ in sets), reused_backends),
     }

@@ -93,14 +93,8 @@ class Planner:
         plan = ApplyPlan(
             state,
             desired.services,
-            WritePlan(state.ids, state.backend_table, state.unused_names, state.shared_tables),
-            CapacityAccount(
-                self._agent_maps,
-                state.backend_table,
-                state.shared_tables,
-                state.budgets,
-                state.grace_queue,
-            ),
+            WritePlan(state.ids, state.unused_names),
+            CapacityAccount(self._agent_maps, state.ids, state.budgets, state.grace_queue),
             {},
         )
         if not may_defer:

@@ -17,13 +17,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Final
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 import msgspec
 
 from kbpf.dataplane.bpf.maps.agent_maps import OVERLAP_FACTOR, AgentMaps
-from kbpf.dataplane.bpf.maps.ids import BackendTable, SharedTables, TableKey
+from kbpf.dataplane.bpf.maps.ids import IdAllocator, TableKey
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.state.commit import GraceQueue
 from kbpf.dataplane.bpf.state.plan import (
@@ -31,13 +31,13 @@ from kbpf.dataplane.bpf.state.plan import (
     ProgrammedPort,
     Retired,
     count_leaving_entries,
-    needs_table,
     table_key,
+    table_size,
 )
 from kbpf.errors import CapacityError
 from kbpf.model.desired import EVEN_SPREAD, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm
-from kbpf.policy.spread import MAX_TABLE_SLOTS, MIN_SLOTS_PER_BACKEND, count_slots, fits_table
+from kbpf.policy.spread import MAX_TABLE_SLOTS, MIN_SLOTS_PER_BACKEND, fits_table
 
 MAX_NAMESPACE_SLOTS: Final = 524_288
 """The maximum number of slots in all tables of one namespace: eight tables of the largest size, 34
@@ -75,45 +75,50 @@ def estimate_entries(state: ServiceState) -> int:
     """The approximate number of entries of a Service port in the maps."""
     size = len(state.frontends) + len(state.source_ranges)
     for backends, spread in state.sets:
-        size += len(backends)
-        if needs_table(backends, spread):
-            size += count_slots(len(backends), spread)
+        size += len(backends) + table_size(backends, spread)
     return size
 
 
 # ---- tables ----------------------------------------------------------------------------------
 
 
+class _Request(NamedTuple):
+    """A Service port, and the tables that it asks for, with their sizes."""
+
+    state: ServiceState
+    sizes: Mapping[TableKey, int]
+
+    @property
+    def priority(self) -> tuple[int, bool, str, ServicePortKey]:
+        """The smallest one gets its tables first."""
+        return sum(self.sizes.values()), not self.state.created, self.state.created, self.state.key
+
+
 @dataclass(slots=True)
 class _NamespaceTables:
-    """The tables that the Service ports of one namespace ask for, with their sizes."""
+    """The tables that the Service ports of one namespace ask for."""
 
-    states: dict[ServicePortKey, ServiceState] = field(default_factory=dict)
-    tables: dict[ServicePortKey, tuple[tuple[TableKey, int], ...]] = field(default_factory=dict)
-    priorities: dict[ServicePortKey, tuple[int, bool, str]] = field(default_factory=dict)
+    requests: dict[ServicePortKey, _Request] = field(default_factory=dict)
     users: Counter[TableKey] = field(default_factory=Counter)
     total: int = 0
 
     def put(self, state: ServiceState) -> None:
         self.remove(state.key)
         sizes = {
-            table_key(backends, spread): count_slots(len(backends), spread)
+            table_key(backends, spread): size
             for backends, spread in state.sets
-            if needs_table(backends, spread) and fits_table(len(backends), spread)
+            if (size := table_size(backends, spread)) and fits_table(len(backends), spread)
         }
         if not sizes:
             return
-        self.states[state.key] = state
-        self.tables[state.key] = tuple(sizes.items())
-        self.priorities[state.key] = sum(sizes.values()), not state.created, state.created
+        self.requests[state.key] = _Request(state, sizes)
         for table, size in sizes.items():
             self.total += 0 if self.users[table] else size
             self.users[table] += 1
 
     def remove(self, key: ServicePortKey) -> None:
-        self.states.pop(key, None)
-        self.priorities.pop(key, None)
-        for table, size in self.tables.pop(key, ()):
+        request = self.requests.pop(key, None)
+        for table, size in request.sizes.items() if request else ():
             self.users[table] -= 1
             if not self.users[table]:
                 del self.users[table]
@@ -125,10 +130,10 @@ class _NamespaceTables:
             return set()
         granted: set[TableKey] = set()
         slots_used, refused = 0, set()
-        for key, _ in sorted(self.priorities.items(), key=itemgetter(1, 0)):
-            new = {table: size for table, size in self.tables[key] if table not in granted}
+        for request in sorted(self.requests.values(), key=attrgetter("priority")):
+            new = {table: size for table, size in request.sizes.items() if table not in granted}
             if slots_used + sum(new.values()) > limit:
-                refused.add(key)
+                refused.add(request.state.key)
                 continue
             granted |= new.keys()
             slots_used += sum(new.values())
@@ -168,7 +173,8 @@ class TableLimits:
         keys, namespaces = set(keys), set()
         for key in keys:
             state, known_tables = states.get(key), self._namespaces.get(key.namespace)
-            if state is not None and known_tables is not None and known_tables.states.get(key) is state:
+            request = known_tables.requests.get(key) if known_tables else None
+            if request is not None and request.state is state:
                 continue  # unchanged: planned again, since its slice was not complete
             self._too_large.discard(key)
             is_plain = state is None or all(spread == EVEN_SPREAD for _, spread in state.sets)
@@ -191,7 +197,7 @@ class TableLimits:
             tables.select_over_limit(self._limit),
             self._over_limit.pop(namespace, set()),
         )
-        if not tables.tables:
+        if not tables.requests:
             del self._namespaces[namespace]
         if over_limit:
             self._over_limit[namespace] = over_limit
@@ -265,25 +271,14 @@ class CapacityAccount:
     def __init__(
         self,
         agent_maps: AgentMaps,
-        backend_table: BackendTable,
-        shared_tables: SharedTables,
+        ids: IdAllocator,
         budgets: NamespaceBudgets,
         grace_queue: GraceQueue,
     ) -> None:
-        self._agent_maps, self._backend_table, self._shared_tables = (
-            agent_maps,
-            backend_table,
-            shared_tables,
-        )
-        self._budgets, self._grace_queue = budgets, grace_queue
-        self._reserved: Counter[str] = Counter()
+        self._agent_maps, self._ids, self._budgets, self._grace_queue = agent_maps, ids, budgets, grace_queue
+        self.reserved: Counter[str] = Counter()  # new entries so far, by map
         self._leaving_entries: Counter[str] | None = None  # computed when first needed
         self._budget_s = EARLY_DELETE_BUDGET_S
-
-    @property
-    def reserved(self) -> Mapping[str, int]:
-        """New entries reserved so far, by map."""
-        return self._reserved
 
     def reserve(
         self,
@@ -295,32 +290,30 @@ class CapacityAccount:
         """Reserves room for this change; raises CapacityError if there is not enough. `retired`: by
         this apply(). What was retired before `deletable_before` may be deleted at once.
         """
-        needed = change.count_new_entries(self._backend_table, self._shared_tables)
+        needed = change.count_new_entries(self._ids)
         if self._is_contested(needed):
             start = time.perf_counter()
             self._grace_queue.delete_until(deletable_before, self._budget_s)
             self._budget_s -= time.perf_counter() - start
             # Ids may have been retired.
-            needed = change.count_new_entries(self._backend_table, self._shared_tables)
+            needed = change.count_new_entries(self._ids)
             if self._leaving_entries is None:
                 pending = [*self._grace_queue.pending, retired]
-                self._leaving_entries = Counter(
-                    count_leaving_entries(pending, self._backend_table, self._shared_tables)
-                )
+                self._leaving_entries = Counter(count_leaving_entries(pending, self._ids))
             self._check(change.key, needed, self._count_leaving(change), is_system)
-        self._reserved.update(needed)
+        self.reserved.update(needed)
         if self._leaving_entries is not None:
             self._leaving_entries.update(self._count_leaving(change))
 
     def _is_contested(self, needed: Mapping[str, int]) -> bool:
         fill, limit = self._agent_maps.fill, self._agent_maps.max_entries
         return any(
-            count and fill[name] + self._reserved[name] + count > CONTESTED_FILL * limit(name)
+            count and fill[name] + self.reserved[name] + count > CONTESTED_FILL * limit(name)
             for name, count in needed.items()
         )
 
     def _count_leaving(self, change: PortChange) -> Counter[str]:
-        return Counter(change.count_leaving_entries(self._backend_table, self._shared_tables))
+        return Counter(change.count_leaving_entries(self._ids))
 
     def _check(
         self,
@@ -336,7 +329,7 @@ class CapacityAccount:
             if net_added > 0 and not is_system:
                 max_fill = self._budgets.max_fill(key.namespace, name, net_added, limit)
             # `total`: while old and new entries coexist. `net`: after the grace period.
-            total = self._agent_maps.fill[name] + self._reserved[name] + count
+            total = self._agent_maps.fill[name] + self.reserved[name] + count
             net = total - self._leaving_entries[name] - own_leaving[name]
             if count and (net > max_fill or total > OVERLAP_FACTOR * limit):
                 flag = MAPS[name].size_flag

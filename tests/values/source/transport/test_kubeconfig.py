@@ -194,10 +194,10 @@ tokenFile: none → cannot read the token file: No such file
 token: "two\\nlines" → the token is empty or contains invalid characters
 """,
 )
-def test_unreadable_credentials_are_an_error_at_start(tmp_path, text, error):
-    access = find_access(write(tmp_path / "kc", **by_part(text)))
-    with pytest.raises(ConfigError, match=error) as caught:
-        Cluster(access).check_credentials()
+def test_unreadable_credentials_are_an_error(tmp_path, text, error):
+    cluster = Cluster(find_access(write(tmp_path / "kc", **by_part(text))))
+    with pytest.raises(SourceError, match=error) as caught:
+        cluster.get_tls_context(cluster.get_credentials())
     assert str(tmp_path) in str(caught.value)
 
 

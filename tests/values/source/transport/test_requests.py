@@ -218,7 +218,8 @@ def test_certificate_data_leaks_no_file_descriptor_and_stays_in_memory(authority
     access = Access(URL, "x", cert_data=client.crt.read_bytes(), key_data=client.key.read_bytes())
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        Cluster(access).check_credentials()
+        cluster = Cluster(access)
+        cluster.get_tls_context(cluster.get_credentials())
     # Servers of earlier tests may close theirs meanwhile.
     assert len(os.listdir("/proc/self/fd")) <= before
     assert os.listdir(tmp_path) == []
