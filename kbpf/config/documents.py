@@ -10,7 +10,7 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, TypeVar, get_args, get_origin
@@ -191,14 +191,23 @@ def _report_unknown_field(
     diagnostics.notes.append(Diagnostic(text, is_warning=True))
 
 
-def leaf_paths(kind: type[msgspec.Struct], path: str) -> Iterator[str]:
-    """Yields the paths of all fields that hold a value, in order."""
-    for struct_field in msgspec.structs.fields(kind):
-        where = f"{path}.{struct_field.encode_name}"
-        if isinstance(struct_field.type, type) and issubclass(struct_field.type, msgspec.Struct):
-            yield from leaf_paths(struct_field.type, where)
+def build_type(name: str, types: Mapping[str, Any]) -> type[msgspec.Struct]:
+    """Builds the type of a document, without kind and apiVersion, and of its sections. `types`: by
+    path. A field that is unset is None.
+    """
+    fields: dict[str, Any] = {}
+    sections: dict[str, list[Any]] = {}
+    for path, value_type in types.items():
+        section, dot, member = path.rpartition(".")
+        if dot:
+            fields[section] = sections.setdefault(section, [])
+            sections[section].append((member, value_type, None))
         else:
-            yield where
+            fields[member] = (member, value_type, None)
+    for section, members in sections.items():
+        kind = msgspec.defstruct(section, members, frozen=True)
+        fields[section] = (section, kind, kind())
+    return msgspec.defstruct(name, fields.values(), frozen=True)
 
 
 # ---- kbpf's own document -------------------------------------------------------------------------
@@ -207,24 +216,7 @@ KBPF_SETTINGS: Final = {setting.kbpf: setting for setting in SETTINGS if setting
 """Path in the document → setting."""
 
 
-def _document_type() -> type[msgspec.Struct]:
-    """Builds the document, without kind and apiVersion, and its sections. None means unset."""
-    fields: dict[str, Any] = {}
-    sections: dict[str, list[Any]] = {}
-    for path, setting in KBPF_SETTINGS.items():
-        section, dot, name = path.rpartition(".")
-        if dot:
-            fields[section] = sections.setdefault(section, [])
-            sections[section].append((name, setting.kind.json_type | None, None))
-        else:
-            fields[name] = (name, setting.kind.json_type | None, None)
-    for section, members in sections.items():
-        kind = msgspec.defstruct(section, members, frozen=True)
-        fields[section] = (section, kind, kind())
-    return msgspec.defstruct(KBPF, fields.values(), frozen=True)
-
-
-KbpfConfiguration: Final = _document_type()
+KbpfConfiguration: Final = build_type(KBPF, {path: setting.kind.json_type for path, setting in KBPF_SETTINGS.items()})
 
 
 def read_settings(document: msgspec.Struct) -> ConfigValues:

@@ -21,7 +21,6 @@ from typing import Any, Final
 
 from kbpf.config import documents, durations, kinds, kubeproxy
 from kbpf.config.documents import KBPF, KUBE_PROXY, ConfigDocuments, KbpfConfiguration
-from kbpf.config.kubeproxy import KubeProxyConfiguration
 from kbpf.config.settings import DEFAULT, REMOVED_SETTINGS, SETTINGS, SETTINGS_BY_FLAG, ignored_in_ipvs
 from kbpf.config.values import ConfigValues, Diagnostic, Diagnostics
 from kbpf.errors import ConfigError, ConfigErrors, closest_name
@@ -88,9 +87,9 @@ def load(
     diagnostics = Diagnostics(notes=list(file_documents.notes))
     values = ConfigValues()
     if file_documents.kube_proxy is not None:
-        kube_proxy_config = documents.decode(KubeProxyConfiguration, file_documents.kube_proxy, KUBE_PROXY, diagnostics)
-        values.merge(kubeproxy.read_settings(kube_proxy_config))
-        diagnostics.notes += kubeproxy.find_diagnostics(kube_proxy_config)
+        fields = kubeproxy.decode(file_documents.kube_proxy, diagnostics)
+        values.merge(kubeproxy.read_settings(fields))
+        diagnostics.notes += kubeproxy.find_diagnostics(fields)
     if file_documents.kbpf is not None:
         kbpf_config = documents.decode(KbpfConfiguration, file_documents.kbpf, KBPF, diagnostics, strict=True)
         values.merge(documents.read_settings(kbpf_config))

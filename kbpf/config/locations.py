@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from kbpf.config import documents, kubeproxy
 from kbpf.config.documents import KBPF, KBPF_SETTINGS, KUBE_PROXY, KbpfConfiguration
-from kbpf.config.kubeproxy import KubeProxyConfiguration
 from kbpf.config.load import read_file
 from kbpf.config.values import Diagnostics
 from kbpf.errors import ConfigError
@@ -70,8 +69,8 @@ def parse_locations(data: bytes, where: str) -> ConfiguredLocations:
         values = {name: kbpf_values.fields[name] for name in FIELD_BY_PATH.values() if name in kbpf_values.fields}
     if file_documents.kube_proxy is not None:
         diagnostics = Diagnostics()
-        kube_proxy_config = documents.decode(KubeProxyConfiguration, file_documents.kube_proxy, KUBE_PROXY, diagnostics)
-        errors += (*diagnostics.errors, *kubeproxy.read_settings(kube_proxy_config).errors)
+        fields = kubeproxy.decode(file_documents.kube_proxy, diagnostics)
+        errors += (*diagnostics.errors, *kubeproxy.read_settings(fields).errors)
     unreadable: dict[str, ConfigError] = {}
     other_errors: list[ConfigError] = []
     for problem in errors:
