@@ -41,13 +41,11 @@ NodeName = Annotated[
 def endpoints(
     name: Name,
     namespace: options.Namespace = "",
-    labels: options.Labels = "",
     no_headers: options.NoHeaders = False,
     sort_by: options.SortBy = "",
     limit: options.Limit = 0,
     output: OutputOption = Output.TABLE,
     repeat: Watch = False,
-    no_pager: options.NoPager = False,
     kubeconfig: Kubeconfig = None,
     node: NodeName = "",
     pin_dir: PinDir = DEFAULT.pin_dir,
@@ -68,7 +66,7 @@ def endpoints(
         objects = one_service.read(cluster, service[0] or "default", service[1], node)
         return selection.apply(view.build_page(list(build_rows(objects)), objects.errors))
 
-    render.show_or_watch(read, output, repeat, not no_headers, not no_pager)
+    render.show_or_watch(read, output, repeat, not no_headers)
 
 
 def own_node_name(pin_dir: Path) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -115,7 +115,6 @@ NAMESPACE: Final = {"namespace": (Namespace, ""), "all_namespaces": (AllNamespac
 """The options of views whose rows are of Services."""
 
 LIST: Final = {
-    "labels": (options.Labels, ""),
     "no_headers": (options.NoHeaders, False),
     "sort_by": (options.SortBy, ""),
     "limit": (options.Limit, 0),
@@ -240,7 +239,6 @@ VIEWS: Final = (
 SHARED: Final = {
     "output": (OutputOption, Output.TABLE),
     "repeat": (Watch, False),
-    "no_pager": (options.NoPager, False),
     "config": (ConfigFile, None),
     "pin_dir": (PinDir, DEFAULT.pin_dir),
     "state_dir": (StateDir, DEFAULT.state_dir),
@@ -253,12 +251,35 @@ def _make_command(view: View) -> Callable[..., None]:
     parameters = {**view.filters, **(NAMESPACE if view.namespaced else {}), **(LIST if view.is_list else {}), **SHARED}
 
     def command(
-        output: Output, config: object, pin_dir: Path, state_dir: Path, repeat: bool, no_pager: bool, **values: Any
+        output: Output,
+        config: object,
+        pin_dir: Path,
+        state_dir: Path,
+        repeat: bool,
+        no_headers: bool = False,
+        sort_by: str = "",
+        limit: int = 0,
+        **values: Any,
     ) -> None:
-        filters = {name: values[name] for name in view.filters}
-        folders = pin_dir, state_dir
-        chosen = Format(output, repeat, not values.get("no_headers", False), not no_pager)
-        _show(view, filters, folders, _selection(view, values), chosen)
+        from kbpf.dataplane import reader as dataplane
+
+        filters = view.check_filters(**{name: values[name] for name in view.filters})
+        is_chosen = view.namespaced and not values["all_namespaces"]
+        selection = Selection(values["namespace"] if is_chosen else "", sort_by, limit)
+        locations = dataplane.Locations.of_settings(pin_dir, state_dir)
+
+        def read() -> Page:
+            inspection = dataplane.read(locations, view.module.NEEDS, view.bpf_only)
+            page = selection.apply(view.module.build_page(inspection, **filters))
+            if view.module is status:
+                return page
+            with contextlib.suppress(KbpfError):  # an agent of another version may have pinned it
+                if Part.STATUS not in view.module.NEEDS:
+                    inspection = dataplane.read(locations, Part.STATUS)
+                page = page.with_notes((*page.notes, status.describe_age(inspection)))
+            return page
+
+        render.show_or_watch(read, output, repeat, not no_headers)
 
     command.__doc__ = view.help
     command.__annotations__ = {name: type_ for name, (type_, _) in parameters.items()}
@@ -269,45 +290,6 @@ def _make_command(view: View) -> Callable[..., None]:
         ]
     )
     return command
-
-
-def _selection(view: View, values: dict[str, Any]) -> Selection:
-    if not view.is_list:
-        return Selection()
-    is_chosen = view.namespaced and not values["all_namespaces"]
-    namespace = values["namespace"] if is_chosen else ""
-    return Selection(namespace, values["sort_by"], values["limit"])
-
-
-class Format(NamedTuple):
-    """How a page is shown."""
-
-    output: Output
-    repeat: bool
-    titles: bool
-    pager: bool
-
-
-def _show(
-    view: View, filters: dict[str, Any], folders: tuple[Path, Path], selection: Selection, chosen: Format
-) -> None:
-    from kbpf.dataplane import reader as dataplane
-
-    checked = view.check_filters(**filters)
-    locations = dataplane.Locations.of_settings(*folders)
-
-    def read() -> Page:
-        inspection = dataplane.read(locations, view.module.NEEDS, view.bpf_only)
-        page = selection.apply(view.module.build_page(inspection, **checked))
-        if view.module is status:
-            return page
-        with contextlib.suppress(KbpfError):  # an agent of another version may have pinned it
-            if Part.STATUS not in view.module.NEEDS:
-                inspection = dataplane.read(locations, Part.STATUS)
-            page = page.with_notes((*page.notes, status.describe_age(inspection)))
-        return page
-
-    render.show_or_watch(read, *chosen)
 
 
 for _view in VIEWS:

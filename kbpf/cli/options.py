@@ -129,21 +129,6 @@ AllNamespaces = Annotated[bool, typer.Option("-A", "--all-namespaces", help="All
 NoHeaders = Annotated[bool, typer.Option("--no-headers", help="Leave out the titles of the columns.")]
 SortBy = Annotated[str, typer.Option("--sort-by", metavar="COLUMN", help="The column that orders the rows.")]
 Limit = Annotated[int, typer.Option("--limit", min=0, metavar="N", help="Show at most N rows; 0: all.")]
-NoPager = Annotated[
-    bool,
-    typer.Option("--no-pager", help="Print long output at once; on a terminal less shows it."),
-]
-
-
-def _refuse_labels(labels: str) -> str:
-    if labels:
-        raise typer.BadParameter(
-            f"the labels of Services are not stored on the node; `kubectl get services -A -l {labels}` lists the names"
-        )
-    return labels
-
-
-Labels = Annotated[str, typer.Option("-l", "--selector", hidden=True, callback=_refuse_labels)]
 
 
 def split_name(name: str, namespace: str) -> tuple[str, str]:

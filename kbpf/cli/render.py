@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders rows and pages as a table, JSON or YAML, with the same data in each format.
 
-Output is never truncated. Only on a terminal is it coloured, folded and paged (terminal.py). JSON
+Output is never truncated. Only on a terminal is it coloured and folded (terminal.py). JSON
 and YAML do not go through rich, which would wrap lines. Unprintable characters are escaped in the
 way of each format, because names and messages from objects must not be able to control the
 terminal.
@@ -73,13 +73,12 @@ def render_page(page: Page, output: Output, titles: bool = True, limit: int = 0)
             yield from _stream_table(page.rows, page.columns, wide, titles, limit)
 
 
-def show(page: Page, output: Output, titles: bool = True, pager: bool = False) -> None:
+def show(page: Page, output: Output, titles: bool = True) -> None:
     """Prints the page to stdout, and its notes to stderr. Raises typer.Exit(1) if it is not ok."""
     texts = render_page(page, output, titles, terminal.width())
-    with terminal.paged(pager) as stream:
-        coloured = output.is_text and terminal.uses_colour()
-        stream.writelines(map(terminal.colour, texts) if coloured else texts)
-        stream.flush()
+    coloured = output.is_text and terminal.uses_colour()
+    sys.stdout.writelines(map(terminal.colour, texts) if coloured else texts)
+    sys.stdout.flush()
     if page.empty and output.is_text:
         print(page.empty, file=sys.stderr)
     for note in filter(None, page.notes):
@@ -88,16 +87,14 @@ def show(page: Page, output: Output, titles: bool = True, pager: bool = False) -
         raise typer.Exit(1)
 
 
-def show_or_watch(
-    read: Callable[[], Page], output: Output, repeat: bool = False, titles: bool = True, pager: bool = True
-) -> None:
+def show_or_watch(read: Callable[[], Page], output: Output, repeat: bool, titles: bool) -> None:
     """Prints the page that `read` returns; with `repeat` again and again until Ctrl-C."""
     if repeat:
         if not output.is_text:
             raise typer.BadParameter("it requires -o table or wide", param_hint="--watch")
         limit = terminal.width
         watch(lambda: "".join(render_page(read(), output, titles, limit())).rstrip("\n"))
-    show(read(), output, titles, pager)
+    show(read(), output, titles)
 
 
 def _render_document(page: Page, output: Output) -> Iterator[str]:

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs on a terminal: colour, the width of tables, and a pager. Into a pipe or a file goes
-the same text without any of them.
+"""What differs on a terminal: colour, and the width of tables. Into a pipe or a file goes the same
+text without them.
 """
 
-import contextlib
 import os
 import re
-import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import IO, Final
+from collections.abc import Sequence
+from typing import Final
 
-from kbpf.kernel.system import children
 from kbpf.views.page import GAP
 
 RED, YELLOW, RESET = "\x1b[31m", "\x1b[33m", "\x1b[0m"
@@ -28,11 +23,6 @@ ALARMS: Final = re.compile(
 )
 WARNINGS: Final = re.compile(CELL.format("expired|unknown|terminating|serving, terminating"), re.MULTILINE)
 """States and marks of kbpf's own, as whole cells of a table or at the end of a line."""
-
-
-def is_terminal() -> bool:
-    """Whether people read the standard output, on a terminal that can do more than print."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def width() -> int:
@@ -53,8 +43,9 @@ def can_print(text: str) -> bool:
 
 
 def uses_colour() -> bool:
-    """See https://no-color.org."""
-    return is_terminal() and not os.environ.get("NO_COLOR")
+    """On a terminal that can do more than print; see https://no-color.org."""
+    is_dumb = os.environ.get("TERM", "dumb") == "dumb"
+    return sys.stdout.isatty() and not is_dumb and not os.environ.get("NO_COLOR")
 
 
 def colour(text: str) -> str:
@@ -87,47 +78,3 @@ def wrap(cell: str, limit: int) -> list[str]:
     if len(cell) <= limit:
         return [cell]
     return textwrap.wrap(cell, limit, break_long_words=False, break_on_hyphens=False) or [""]
-
-
-# ---- the pager -----------------------------------------------------------------------------------
-
-
-def pager_command() -> str:
-    """The pager of $KBPF_PAGER or $PAGER, or less; "" for none, or if it is not installed."""
-    command = next((os.environ[name] for name in ("KBPF_PAGER", "PAGER") if name in os.environ), "less")
-    try:
-        program = shlex.split(command)[:1]
-    except ValueError:
-        return ""
-    return command if program not in ([], ["cat"]) and shutil.which(program[0]) else ""
-
-
-@contextlib.contextmanager
-def paged(wanted: bool = True) -> Iterator[IO[str]]:
-    """The stream to write to: that of a pager on a terminal, otherwise the standard output. As with
-    git, less ends at once if all of it fits on the screen (LESS=FRX).
-    """
-    command = pager_command() if wanted and is_terminal() else ""
-    if not command:
-        yield sys.stdout
-        return
-    environment = {"LESS": "FRX", **children.child_environment()}
-    pager = subprocess.Popen(
-        command,
-        shell=True,
-        stdin=subprocess.PIPE,
-        cwd=children.WORKING_DIRECTORY,
-        env=environment,
-        encoding=sys.stdout.encoding,
-        errors="replace",
-    )
-    assert pager.stdin is not None
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pager
-    try:
-        with contextlib.suppress(BrokenPipeError):  # the reader has seen enough
-            yield pager.stdin
-    finally:
-        with contextlib.suppress(BrokenPipeError):
-            pager.stdin.close()
-        pager.wait()
-        signal.signal(signal.SIGINT, handler)
