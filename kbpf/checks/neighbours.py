@@ -6,6 +6,7 @@ What a program on a device does is tried with a packet (hook_probe.py): its plac
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +37,7 @@ def kube_proxy_row() -> CheckRow:
     line, advice = detect.describe(state)
     works = None if state.unreadable else not line
     detail = line or state.unreadable or "none runs here, and none has left rules"
-    return make_row(Check.KUBE_PROXY, Probe(works, detail), advice, needed=False)
+    return make_row(Check.KUBE_PROXY, Probe(works, detail), advice)
 
 
 def mark_chain_rows(folder: Path = CNI_FOLDER) -> Iterator[CheckRow]:
@@ -51,7 +52,7 @@ def mark_chain_rows(folder: Path = CNI_FOLDER) -> Iterator[CheckRow]:
     if names:
         what = f"kube-proxy's chain {MARK_CHAIN}: without it, pods with hostPorts do not start"
         advice = "remove externalSetMarkChain there: the plugin then has a chain of its own"
-        yield CheckRow(Check.KUBE_PROXY, "no", False, f"{', '.join(names)} names {what}", advice)
+        yield CheckRow(Check.KUBE_PROXY, "no", f"{', '.join(names)} names {what}", advice)
 
 
 def refusal_rows(pin_dir: Path, cgroup: Path | None, packet_path: bool = True) -> Iterator[CheckRow]:
@@ -65,7 +66,7 @@ def refusal_rows(pin_dir: Path, cgroup: Path | None, packet_path: bool = True) -
         reason = str(error)
     if reason:
         for check in (Check.BALANCERS, Check.OTHER_KBPF):
-            yield make_row(check, Probe(None, reason), "", needed=False)
+            yield make_row(check, Probe(None, reason))
         return
     yield balancer_row(pin_dir, root)
     yield other_kbpf_row(pin_dir, root, packet_path)
@@ -75,11 +76,11 @@ def balancer_row(pin_dir: Path, cgroup: Path) -> CheckRow:
     pins = pinning.Pins(pin_dir)
     error = foreign.find_balancer(pins, cgroup)
     if error is None:
-        return make_row(Check.BALANCERS, Probe(True), "", detail="none at kbpf's hooks")
+        return CheckRow(Check.BALANCERS, "yes", "none at kbpf's hooks", needed=True)
     detail, is_serving = f"{error.what} ({error.where})", unpinned.serves_already(pins)
     if is_serving:
         detail += "; kbpf serves as well, so both decide about the same connections"
-    return make_row(Check.BALANCERS, Probe(False, detail), error.hint, needed=not is_serving)
+    return CheckRow(Check.BALANCERS, "no", detail, error.hint, needed=not is_serving)
 
 
 def other_kbpf_row(pin_dir: Path, cgroup: Path, packet_path: bool = True) -> CheckRow:
@@ -87,20 +88,22 @@ def other_kbpf_row(pin_dir: Path, cgroup: Path, packet_path: bool = True) -> Che
     programs = unpinned.find_lasting(pins, cgroup, packet_path)
     if not programs:
         devices = " and the devices of this network namespace" if packet_path else ""
-        detail = f"none at {cgroup}{devices}"
-        return make_row(Check.OTHER_KBPF, Probe(True), "", detail=detail)
+        return CheckRow(Check.OTHER_KBPF, "yes", f"none at {cgroup}{devices}", needed=True)
     error = unpinned.describe_unpinned(programs, pin_dir)
     detail, is_serving = f"{error.what} ({error.where})", unpinned.serves_already(pins)
     if is_serving:
         detail += "; this kbpf serves as well, so both decide about the same connections"
-    return make_row(Check.OTHER_KBPF, Probe(False, detail), error.hint, needed=not is_serving)
+    return CheckRow(Check.OTHER_KBPF, "no", detail, error.hint, needed=not is_serving)
 
 
 def foreign_rows(inspection: Inspection) -> Iterator[CheckRow]:
     """Yields a row for each program of another load balancer at the same hooks."""
     cgroup = next((Path(f.cgroup) for f in inspection.hooks if f.attached and f.cgroup), None)
     for line in foreign.format_lines(foreign.find_all(Path(inspection.location), cgroup)):
-        yield CheckRow(Check.FOREIGN_PROGRAMS, "no", False, line, "see docs/troubleshoot.md")
+        yield CheckRow(Check.FOREIGN_PROGRAMS, "no", line, "see docs/troubleshoot.md")
+
+
+_packet_row: Final = partial(CheckRow, Check.PACKETS, needed=True)
 
 
 def packet_rows(inspection: Inspection) -> Iterator[CheckRow]:
@@ -112,24 +115,24 @@ def packet_rows(inspection: Inspection) -> Iterator[CheckRow]:
     cookie = netns.read_cookie()
     if inspection.host_netns and cookie is not None and cookie != inspection.host_netns:
         reason = "the agent's devices are in another network namespace"
-        yield CheckRow(Check.PACKETS, "unknown", True, reason, "run it on the host")
+        yield _packet_row("unknown", reason, "run it on the host")
         return
     try:
         outcomes = tuple(_probe_devices(inspection))
     except KernelError as error:
-        yield CheckRow(Check.PACKETS, "unknown", True, str(error), error.hint)
+        yield _packet_row("unknown", str(error), error.hint)
         return
     missed = [outcome for outcome in outcomes if not outcome.reached]
     devices = {outcome.point.device.name for outcome in outcomes}
     if not outcomes:
         advice = "see `kbpf inspect devices` and the agent's log"
-        yield CheckRow(Check.PACKETS, "no", True, "no device has kbpf's programs", advice)
+        yield _packet_row("no", "no device has kbpf's programs", advice)
     elif not missed:
         detail = f"kbpf's programs see them at ingress and egress; tried on {len(devices)} devices"
-        yield CheckRow(Check.PACKETS, "yes", True, detail, "")
+        yield _packet_row("yes", detail)
     for outcome in missed:
         where = f"{outcome.point.direction} of {outcome.point.device.name}"
-        yield CheckRow(Check.PACKETS, "no", True, describe_outcome(outcome), advise(outcome), subject=where)
+        yield _packet_row("no", describe_outcome(outcome), advise(outcome), subject=where)
 
 
 def _probe_devices(inspection: Inspection) -> Iterator[ProbeOutcome]:

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum, unique
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -71,17 +71,17 @@ NAMES_WITH_SUBJECT: Final = {
 class CheckRow(msgspec.Struct, frozen=True):
     """The result of one check.
 
-    `result` is "yes", "no" or "unknown". `needed`: mode bpf does not work without it. `packets`:
-    the packet path does not work without it. `ipvs`: mode ipvs does not work without it. `detail`
-    is what was found and what it means; `advice` is what to do about it, "" if nothing. `subject`:
+    `result` is "yes", "no" or "unknown". `detail` is what was found and what it means; `advice` is
+    what to do about it, "" if nothing. `needed`: mode bpf does not work without it. `packets`: the
+    packet path does not work without it. `ipvs`: mode ipvs does not work without it. `subject`:
     which hook, address etc. was checked.
     """
 
     check: Check
     result: str
-    needed: bool
     detail: str
-    advice: str
+    advice: str = ""
+    needed: bool = False
     packets: bool = False
     ipvs: bool = False
     subject: str = ""
@@ -94,21 +94,12 @@ class CheckRow(msgspec.Struct, frozen=True):
         return NAMES_WITH_SUBJECT[self.check].format(self.subject)
 
 
-def make_row(
-    check: Check,
-    probe: Probe,
-    advice: str,
-    needed: bool = True,
-    detail: str = "",
-    *,
-    packets: bool = False,
-    ipvs: bool = False,
-    subject: str = "",
-) -> CheckRow:
-    """Makes a row from a probe. An unknown result shows the probe's reason and no advice."""
+def make_row(check: Check, probe: Probe, advice: str = "", detail: str = "", **fields: Any) -> CheckRow:
+    """Makes a row from a probe, which shows its reason, or else `detail`, and `advice` only if it
+    does not work. `fields`: the others of CheckRow.
+    """
     result = {True: "yes", False: "no", None: "unknown"}[probe.works]
-    shown_advice = advice if probe.works is False else ""
-    return CheckRow(check, result, needed, probe.reason or detail, shown_advice, packets, ipvs, subject)
+    return CheckRow(check, result, probe.reason or detail, advice if probe.works is False else "", **fields)
 
 
 def sum_up(rows: Iterable[CheckRow]) -> Iterator[CheckRow]:
@@ -119,9 +110,8 @@ def sum_up(rows: Iterable[CheckRow]) -> Iterator[CheckRow]:
         yield CheckRow(
             working[0].check,
             "yes",
-            any(row.needed for row in working),
             ", ".join(row.subject for row in working),
-            "",
+            needed=any(row.needed for row in working),
             ipvs=any(row.ipvs for row in working),
         )
     yield from (row for row in rows if row.result != "yes")

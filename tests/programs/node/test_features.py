@@ -52,7 +52,7 @@ def test_check_rows_report_exactly_the_lacking_features(rows: tuple[CheckRow, ..
 def test_check_reports_whether_mode_ipvs_is_usable():
     """The check does not load IPVS on every kernel, so the test of the feature loads it first."""
     rows = tuple(ipvs_checks.rows())
-    made = compute_verdict([CheckRow(Check.BPF_SYSCALL, "no", True, "", ""), *rows])
+    made = compute_verdict([CheckRow(Check.BPF_SYSCALL, "no", "", needed=True), *rows])
     lacks = bool(lacking("ipvs"))
     assert made.mode == ("none" if lacks else "ipvs")
     assert made.usable is not lacks

@@ -246,7 +246,7 @@ no file: → yes
 """,
 )
 def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(text, packet_path, tmp_path, monkeypatch):
-    row = CheckRow(Check.KUBE_PROXY, "yes", False, "", "")
+    row = CheckRow(Check.KUBE_PROXY, "yes", "")
     for module in (bpf_checks, ipvs_checks):
         monkeypatch.setattr(module, "rows", lambda *_: ())
     monkeypatch.setattr(packet_path_checks, "check_packet_path", lambda _: ())
