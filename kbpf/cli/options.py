@@ -11,8 +11,10 @@ the command reports the problem itself, with its own exit code.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
@@ -20,7 +22,7 @@ import typer
 
 from kbpf.errors import ConfigError
 from kbpf.model.config import Config
-from kbpf.views.page import Page
+from kbpf.views.page import Page, sort_key
 
 if TYPE_CHECKING:
     from kbpf.config.locations import ConfiguredLocations
@@ -157,13 +159,17 @@ class Selection(NamedTuple):
 
     def apply(self, page: Page) -> Page:
         """The page with these rows. Raises typer.BadParameter."""
-        namespaces = page.kind.namespaces if self.namespace else None
-        keep = (lambda row: self.namespace in namespaces(row)) if namespaces else None
-        try:
-            page = page.refined(keep, self.sort_by, self.limit)
-        except KeyError:
-            titles = ", ".join(column.title for column in page.columns)
-            raise typer.BadParameter(f"no column {self.sort_by}; there are {titles}", param_hint="--sort-by") from None
-        if page.empty and self.namespace:
-            return page.with_empty(f"No resources found in {self.namespace} namespace.")
-        return page
+        rows, notes, empty = page.rows, page.notes, page.empty
+        if self.namespace and (namespaces := page.kind.namespaces):
+            rows = [row for row in rows if self.namespace in namespaces(row)]
+            empty = "" if rows else f"No resources found in {self.namespace} namespace."
+        if self.sort_by:
+            column = next((c for c in page.columns if c.title.lower() == self.sort_by.lower()), None)
+            if column is None:
+                titles = ", ".join(column.title for column in page.columns)
+                raise typer.BadParameter(f"no column {self.sort_by}; there are {titles}", param_hint="--sort-by")
+            rows = sorted(rows, key=lambda row: sort_key(column.text(row)))
+        if self.limit:
+            left_out = (len(rows) if isinstance(rows, Sequence) else page.total) - self.limit
+            rows, notes = islice(rows, self.limit), (f"and {left_out} more rows" if left_out > 0 else "", *notes)
+        return replace(page, rows=rows, notes=notes, empty=empty)

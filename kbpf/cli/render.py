@@ -10,8 +10,8 @@ terminal.
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, islice, zip_longest
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from typing import Any, Final
 
 import msgspec
@@ -20,12 +20,7 @@ import typer
 from kbpf.cli import terminal
 from kbpf.cli.options import Output
 from kbpf.errors import escape_unprintable
-from kbpf.views.page import API_VERSION, GAP, Column, Page
-
-SEPARATOR = "\0"
-"""Separates the packed cells of a row. escape_unprintable() removes it from texts."""
-CHUNK_ROWS = 512
-"""Number of rows that are formatted and measured at a time."""
+from kbpf.views.page import API_VERSION, Page, stream_table
 
 
 def format_document(value: Any, output: Output) -> str:
@@ -70,7 +65,7 @@ def render_page(page: Page, output: Output, titles: bool = True, limit: int = 0)
             yield page.text(output == Output.WIDE) + ("\n\n" if page.columns else "\n")
         if page.columns:
             wide = output == Output.WIDE
-            yield from _stream_table(page.rows, page.columns, wide, titles, limit)
+            yield from stream_table(page.rows, page.columns, wide, titles, limit)
 
 
 def show(page: Page, output: Output, titles: bool = True) -> None:
@@ -127,41 +122,6 @@ def _stream_yaml(fields: dict[str, Any], items: Iterable[Any]) -> Iterator[str]:
         has_items = True
     if not has_items:
         yield "items: []\n"
-
-
-def _stream_table(
-    values: Iterable[Any], columns: Sequence[Column], wide: bool, titles: bool, limit: int
-) -> Iterator[str]:
-    visible = [c for c in columns if wide or not c.wide]
-    widths = [len(c.title) for c in visible]
-    texts = [c.text for c in visible]
-    packed = [SEPARATOR.join(c.title for c in visible)]
-    rows = iter(values)
-    while chunk := [[escape_unprintable(text(row)) for text in texts] for row in islice(rows, CHUNK_ROWS)]:
-        chunk_widths = [max(map(len, cells)) for cells in zip(*chunk, strict=True)]
-        widths = list(map(max, widths, chunk_widths))
-        packed.extend(map(SEPARATOR.join, chunk))
-    is_narrowed = 0 < limit < sum(widths) + len(GAP) * (len(widths) - 1)
-    if is_narrowed:
-        widths = terminal.fit_widths(widths, _longest_words(packed, len(widths)), limit)
-    line_format = GAP.join(f"{{:{'>' if c.right else '<'}{w}}}" for c, w in zip(visible, widths, strict=True))
-    for line in packed[not titles :]:
-        cells = line.split(SEPARATOR)
-        if not is_narrowed:
-            yield line_format.format(*cells).rstrip() + "\n"
-            continue
-        folded = map(terminal.wrap, cells, widths)
-        for parts in zip_longest(*folded, fillvalue=""):
-            yield line_format.format(*parts).rstrip() + "\n"
-
-
-def _longest_words(packed: Iterable[str], count: int) -> list[int]:
-    """The length of the longest word of each of the `count` columns."""
-    longest = [0] * count
-    for line in packed:
-        words = (max(map(len, cell.split()), default=0) for cell in line.split(SEPARATOR))
-        longest = list(map(max, longest, words))
-    return longest
 
 
 def _render_names(page: Page) -> Iterator[str]:

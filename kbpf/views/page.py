@@ -7,9 +7,10 @@ because names and messages from objects must not be able to control the terminal
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, Final
 
 from kbpf.errors import escape_unprintable
@@ -144,38 +145,14 @@ class Page:
     empty: str = ""
     ok: bool = True
 
-    def sorted_by(self, title: str) -> "Page":
-        """With the rows in the order of this column, numbers by value. Raises KeyError if no
-        column has this title.
-        """
-        column = {column.title.lower(): column for column in self.columns}[title.lower()]
-        return replace(self, rows=sorted(self.rows, key=lambda row: _sort_key(column.text(row))))
-
     def with_empty(self, empty: str) -> "Page":
         return replace(self, empty=empty)
 
     def with_notes(self, notes: tuple[str, ...]) -> "Page":
         return replace(self, notes=notes)
 
-    def refined(self, keep: Callable[[Any], bool] | None = None, sort_by: str = "", limit: int = 0) -> "Page":
-        """With the rows that `keep` accepts, ordered by a column, and at most `limit` (0: all) of
-        these. Raises KeyError if no column has the title `sort_by`.
-        """
-        page = self
-        if keep is not None:
-            page = replace(page, rows=list(filter(keep, page.rows)))
-            if not page.rows and not page.empty:
-                page = replace(page, empty=NO_RESOURCES)
-        if sort_by:
-            page = page.sorted_by(sort_by)
-        if limit:
-            total = len(page.rows) if isinstance(page.rows, Sequence) else page.total
-            more = f"and {total - limit} more rows" if total > limit else ""
-            page = replace(page, rows=islice(page.rows, limit), notes=(more, *page.notes))
-        return page
 
-
-def _sort_key(text: str) -> list[tuple[float, str]]:
+def sort_key(text: str) -> list[tuple[float, str]]:
     """Orders ``9`` before ``10``, also within a text, and durations and sizes by value."""
     if (value := parse_quantity(text)) is not None:
         return [(value, "")]
@@ -201,23 +178,70 @@ NO_RESOURCES: Final = "No resources found."
 # ---- text ----------------------------------------------------------------------------------------
 
 GAP = "   "
+SEPARATOR = "\0"
+"""Separates the packed cells of a row. escape_unprintable() removes it from texts."""
+CHUNK_ROWS = 512
+"""Number of rows that are formatted and measured at a time."""
 
 
-def format_table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = False, titles: bool = True) -> str:
-    """A line of `titles`, then one line per row. A column is as wide as its longest cell."""
+def stream_table(
+    values: Iterable[Any], columns: Sequence[Column], wide: bool = False, titles: bool = True, limit: int = 0
+) -> Iterator[str]:
+    """Yields a line of `titles`, then the lines of each row. A column is as wide as its longest cell,
+    or narrower if that keeps to `limit`; 0: none.
+    """
     visible = [c for c in columns if wide or not c.wide]
-    lines = [
-        *([[c.title for c in visible]] if titles else []),
-        *([escape_unprintable(c.text(row)) for c in visible] for row in rows),
-    ]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    return "\n".join(
-        GAP.join(
-            cell.rjust(width) if column.right else cell.ljust(width)
-            for cell, width, column in zip(line, widths, visible, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    widths = [len(c.title) for c in visible]
+    texts = [c.text for c in visible]
+    packed = [SEPARATOR.join(c.title for c in visible)]
+    rows = iter(values)
+    while chunk := [[escape_unprintable(text(row)) for text in texts] for row in islice(rows, CHUNK_ROWS)]:
+        chunk_widths = [max(map(len, cells)) for cells in zip(*chunk, strict=True)]
+        widths = list(map(max, widths, chunk_widths))
+        packed.extend(map(SEPARATOR.join, chunk))
+    if limit:
+        widths = fit_widths(widths, _longest_words(packed, len(widths)), limit)
+    line_format = GAP.join(f"{{:{'>' if c.right else '<'}{w}}}" for c, w in zip(visible, widths, strict=True))
+    for line in packed[not titles :]:
+        for parts in zip_longest(*map(wrap, line.split(SEPARATOR), widths), fillvalue=""):
+            yield line_format.format(*parts).rstrip() + "\n"
+
+
+def _longest_words(packed: Iterable[str], count: int) -> list[int]:
+    """The length of the longest word of each of the `count` columns."""
+    longest = [0] * count
+    for line in packed:
+        words = (max(map(len, cell.split()), default=0) for cell in line.split(SEPARATOR))
+        longest = list(map(max, longest, words))
+    return longest
+
+
+def fit_widths(widths: Sequence[int], words: Sequence[int], limit: int) -> list[int]:
+    """Narrows columns until a line has `limit` characters, those with most room first, but none
+    below its longest word (`words`). If that is not enough, the terminal folds the line.
+    """
+    fitted = list(widths)
+    excess = sum(fitted) + len(GAP) * (len(fitted) - 1) - limit
+    while excess > 0:
+        room, index = max((fitted[i] - words[i], i) for i in range(len(fitted)))
+        if room <= 0:
+            break
+        step = min(excess, max(1, room // 2))
+        fitted[index] -= step
+        excess -= step
+    return fitted
+
+
+def wrap(cell: str, limit: int) -> list[str]:
+    """The lines of a cell; words stay whole, so that they can be copied."""
+    if len(cell) <= limit:
+        return [cell]
+    return textwrap.wrap(cell, limit, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def format_table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = False) -> str:
+    """A table as text, without the last newline."""
+    return "".join(stream_table(rows, columns, wide)).removesuffix("\n")
 
 
 def indent(text: str, prefix: str = "  ") -> str:

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from kbpf.cli import inspect, render
-from kbpf.cli.options import Output
+from kbpf.cli.options import Output, Selection
 from kbpf.cli.render import watch
 from kbpf.dataplane.bpf.maps.layout import TcpState
 from kbpf.model.inspection import CONNECTION_STATES
@@ -74,7 +74,7 @@ SORTED = """\
 def test_cells_are_sorted_by_value(cells):
     texts = cells.split(", ")
     page = Page(THING_LIST, [Thing(text, 0) for text in reversed(texts)], COLUMNS)
-    assert [row.name for row in page.refined(sort_by="name").rows] == texts
+    assert [row.name for row in Selection("", "name").apply(page).rows] == texts
 
 
 @each_pair("count, text", "0 → 0B\n812 → 812B\n1536 → 1.5KiB\n65536 → 64KiB\n3e9 → 2.8GiB")

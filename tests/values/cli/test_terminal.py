@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import pytest
 
 from kbpf.cli import terminal
+from kbpf.views.page import fit_widths
 from tests.support.table import each_pair
 
 SCRIPT = """
@@ -149,7 +150,7 @@ def test_a_page_that_is_drawn_again_and_again_knows_the_terminal():
 def test_widest_columns_are_narrowed_first(given, fitted):
     """The limit of widths, and the longest words → the widths that fit."""
     limit, widths, words = (list(map(int, part.split())) for part in re.split(" of |, words ", given))
-    assert terminal.fit_widths(widths, words, *limit) == list(map(int, fitted.split()))
+    assert fit_widths(widths, words, *limit) == list(map(int, fitted.split()))
 
 
 COLOURS = [
