@@ -148,7 +148,7 @@ def watch(page: Callable[[], str], seconds: float = WATCH_SECONDS, takes_time: b
     from rich.live import Live
     from rich.text import Text
 
-    # rich's stand-in for stdout has no encoding: no sparkline could be printed.
+    # The page asks sys.stdout what it can show, and rich's stand-in has no encoding.
     with Live(screen=True, auto_refresh=False, redirect_stdout=False) as live:
         while True:
             text = f"{time.strftime('%H:%M:%S')}  every {seconds:g} s, Ctrl-C to quit\n\n{page()}"

@@ -5,7 +5,6 @@ import select
 import shutil
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
 CLIENT_RATE: Final = 2_000
 """Events a second from which clients are counted."""
-HISTORY: Final = 30
-"""Values of a sparkline."""
 LEAST_INTERVAL: Final = 0.1
 OTHER_LINES: Final = 7
 """Lines of the screen that are not rows: clock, titles and notes."""
@@ -151,44 +148,15 @@ def _run(sample: Callable[[float], Sample], seconds: float, once: bool, output: 
         page = view.build_page(*taken, limit=limit)
         render.show(page, output)
         return
-    histories = _Histories()
-    render.watch(lambda: _format(_next_page(sample(seconds), histories, limit), output), seconds, True)
+    render.watch(lambda: _format(_next_page(sample(seconds), limit), output), seconds, True)
 
 
-def _next_page(taken: Sample, histories: "_Histories", limit: int) -> Page:
-    histories.add(taken.rows)
+def _next_page(taken: Sample, limit: int) -> Page:
     if not limit and sys.stdout.isatty():
         limit = max(1, shutil.get_terminal_size().lines - OTHER_LINES)
-    shown = histories.values if _has_bars() else None
-    return view.build_page(*taken, limit=limit, histories=shown)
-
-
-def _has_bars() -> bool:
-    """Whether the output can show the characters of a sparkline."""
-    try:
-        view.BARS.encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
+    return view.build_page(*taken, limit=limit)
 
 
 def _format(page: Page, output: Output) -> str:
     text = "".join(render.render_page(page, output)) if page.rows else f"{page.empty}\n"
     return text + "".join(f"({note})\n" for note in page.notes if note)
-
-
-class _Histories:
-    """The last values of `new` of each row; those of rows that are gone are forgotten."""
-
-    def __init__(self) -> None:
-        self.values: dict[tuple[str, str], deque[float | None]] = {}
-
-    def add(self, rows: tuple[TopRow, ...]) -> None:
-        current = {(row.service, row.name): row.new for row in rows}
-        for key in current.keys() | self.values.keys():
-            values = self.values.setdefault(key, deque(maxlen=HISTORY))
-            values.append(current.get(key, 0.0))
-        gone = [key for key, values in self.values.items() if not any(values)]
-        for key in gone:
-            if key not in current:
-                del self.values[key]
