@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from typing import Any, Final
 
+import msgspec
+
 from kbpf.errors import escape_unprintable
 
 # ---- columns -------------------------------------------------------------------------------------
@@ -95,6 +97,11 @@ def format_size(count: int | None) -> str:
             return f"{value:.0f}{unit}" if value >= 10 or unit == "B" else f"{value:.1f}{unit}"
         value /= 1024
     return f"{value:.1f}GiB"
+
+
+def same_fields(row_type: type[msgspec.Struct], source: object) -> dict[str, Any]:
+    """The fields of a row that `source` has under the same names."""
+    return {name: getattr(source, name) for name in row_type.__struct_fields__ if hasattr(source, name)}
 
 
 # ---- pages ---------------------------------------------------------------------------------------
