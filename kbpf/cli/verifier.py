@@ -86,9 +86,9 @@ class Verifier:
         if (address, port) not in self._api_servers:
             self._api_servers = (*self._api_servers, (address, port))
 
-    def run(self) -> Verification:
-        """Raises SourceError if the objects cannot be listed, NotFoundError if nothing is pinned,
-        and KernelError if the kernel cannot be read.
+    def run(self) -> tuple[list[Difference], Verification]:
+        """The differences, and what was compared. Raises SourceError if the objects cannot be
+        listed, NotFoundError if nothing is pinned, and KernelError if the kernel cannot be read.
         """
         inspection = snapshot.read(self._config.pin_dir, Part.STATUS)
         is_alive = inspection.agent_alive
@@ -103,8 +103,10 @@ class Verifier:
         finally:
             for source in self._sources:
                 source.stop()
-        return Verification(
-            (*confirmed, *failures),
+        differences = confirmed + failures
+        return differences, Verification(
+            not differences,
+            len(differences),
             len(self._builder.state.services),
             last.entries,
             proven,

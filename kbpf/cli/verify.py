@@ -38,7 +38,7 @@ def verify(context: typer.Context, output: OutputOption = Output.TABLE, limit: L
     verifier = Verifier(config, run.source_factory(config, cluster))
     if cluster is not None:
         cluster.on_connect = verifier.on_api_connect
-    render.show(view.build_page(verifier.run(), limit), output)
+    render.show(view.build_page(*verifier.run(), limit), output)
 
 
 def _find_config(flags: list[str]) -> "Config":

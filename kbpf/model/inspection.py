@@ -591,15 +591,19 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Verification(msgspec.Struct, frozen=True):
-    """The result of `kbpf verify`: what was compared, and every difference.
+    """What `kbpf verify` compared. The differences are the items.
 
+    - `total`: the number of differences, also of those that `--limit` leaves out; `equal`: there is
+      none.
+    - `service_ports`: desired Service ports; `entries`: entries of maps.
     - `proven`: connections and packets that got through.
-    - `changing`: Service ports whose objects or entries changed in each of the readings, so that
-      nothing is said about them.
+    - `readings`: how often everything was read.
+    - `changing`: what changed in each of the readings, so that nothing is said about it.
     - `notes`: a line for each part that could not be compared, and why.
     """
 
-    differences: tuple[Difference, ...]
+    equal: bool
+    total: int
     service_ports: int
     entries: int
     proven: int
