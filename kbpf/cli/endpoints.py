@@ -12,7 +12,8 @@ import typer
 from kbpf.cli import options, render
 from kbpf.cli.options import DEFAULT, Output, OutputOption, PinDir, Watch
 from kbpf.errors import KbpfError
-from kbpf.model.inspection import Part
+from kbpf.model.address import format_addr
+from kbpf.model.inspection import Part, describe_conditions
 from kbpf.views import endpoints as view
 from kbpf.views.page import Page
 
@@ -90,12 +91,17 @@ def build_rows(objects: "ServiceObjects") -> Iterator[view.EndpointRow]:
         for family in sorted({slice_.family for slice_ in slices}):
             selection = select_endpoints(slices, port, service, objects.node, family)
             for line in selection.explain():
-                yield view.make_row(
+                end = line.endpoint
+                yield view.EndpointRow(
                     port.name,
+                    format_addr(end.address),
                     line.port,
-                    line.endpoint,
                     line.pod,
-                    (line.cluster, line.local),
+                    end.node,
+                    end.zone,
+                    describe_conditions(end.ready, end.serving, end.terminating),
+                    line.cluster,
+                    line.local,
                     str(line.reason),
                     line.text,
                     line.slice_name,

@@ -19,7 +19,7 @@ ALARMS: Final = re.compile(
     + r"|(?<=agent   )   *down: .*$",
     re.MULTILINE,
 )
-WARNINGS: Final = re.compile(CELL.format("expired|unknown|terminating|serving, terminating"), re.MULTILINE)
+WARNINGS: Final = re.compile(CELL.format("expired|unknown|(?:ready, )?terminating(?:, serving)?"), re.MULTILINE)
 """States and marks of kbpf's own, as whole cells of a table or at the end of a line."""
 
 

@@ -74,6 +74,16 @@ class BackendSet(msgspec.Struct, frozen=True, eq=False, gc=False):
 EMPTY_SET = BackendSet(0, 0, {})
 
 
+def describe_conditions(ready: bool, serving: bool, terminating: bool) -> str:
+    """The state of an endpoint: ``ready``, ``not ready``, ``terminating, serving``, ..."""
+    if terminating:
+        conditions = [(ready, "ready"), (True, "terminating"), (serving, "serving")]
+        return ", ".join(text for is_true, text in conditions if is_true)
+    if ready:
+        return "ready"
+    return "not ready, serving" if serving else "not ready"
+
+
 class EndpointEntry(msgspec.Struct, frozen=True, gc=False):
     """What the EndpointSlices say of an endpoint of a Service port, whether it is a backend or not.
     `pod` is ``namespace/name``. The texts are "" if the slice does not have them; long ones are cut
@@ -92,13 +102,7 @@ class EndpointEntry(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def state(self) -> str:
-        """The conditions: ``ready``, ``not ready``, ``terminating, serving``, ..."""
-        if self.terminating:
-            conditions = [(self.ready, "ready"), (True, "terminating"), (self.serving, "serving")]
-            return ", ".join(text for is_true, text in conditions if is_true)
-        if self.ready:
-            return "ready"
-        return "not ready, serving" if self.serving else "not ready"
+        return describe_conditions(self.ready, self.serving, self.terminating)
 
     def is_pod(self, name: str, namespace: str = "") -> bool:
         """Whether it is the Pod of this name, in this namespace or, if that is "", in any."""

@@ -156,6 +156,7 @@ def test_widest_columns_are_narrowed_first(given, fitted):
 COLOURS = [
     ("connect4   detached   5", f"connect4   {RED}detached{RESET}   5"),
     ("web   expired", f"web   {YELLOW}expired{RESET}"),
+    ("web   terminating, serving   yes", f"web   {YELLOW}terminating, serving{RESET}   yes"),
     ("failed-web   attached", "failed-web   attached"),
     ("map is missing entries", "map is missing entries"),
     ("mode bpf cannot be used: cgroup v2", f"mode bpf {RED}cannot be used: cgroup v2{RESET}"),
