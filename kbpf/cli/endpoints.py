@@ -33,8 +33,9 @@ NodeName = Annotated[
     str,
     typer.Option(
         "--hostname-override",
+        metavar="NAME",
         envvar="KBPF_HOSTNAME_OVERRIDE",
-        help="The node from which clients connect; by default that of the agent, or this machine.",
+        help="The node that this is about; by default that of the agent, or this machine.",
     ),
 ]
 

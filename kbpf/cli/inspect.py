@@ -31,8 +31,7 @@ from kbpf.cli.options import (
     StateDir,
     Watch,
 )
-from kbpf.config import durations
-from kbpf.errors import ConfigError, KbpfError, ObjectError
+from kbpf.errors import KbpfError, ObjectError
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.inspection import ConnectionQuery, Part
 from kbpf.views import affinity, backends, failures, maps, programs, service, services, sources, status
@@ -84,11 +83,7 @@ Since = Annotated[str, typer.Option("--since", metavar="DURATION", help="Only of
 
 
 def _failure_options(service: str, pod: str, since: str) -> dict[str, Any]:
-    try:
-        seconds = durations.parse(since, "--since") if since else 0.0
-    except ConfigError as error:
-        raise typer.BadParameter(f"{error.what}; {error.hint}", param_hint="--since") from None
-    return {"service": service, "pod": pod, "since": seconds}
+    return {"service": service, "pod": pod, "since": options.parse_duration(since, "--since") if since else 0.0}
 
 
 def _service_options(name: str, namespace: str, all_namespaces: bool) -> dict[str, Any]:

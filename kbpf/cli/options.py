@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
+from kbpf.config import durations
 from kbpf.errors import ConfigError
 from kbpf.model.config import Config
 from kbpf.views.page import Page, sort_key
@@ -131,6 +132,14 @@ AllNamespaces = Annotated[bool, typer.Option("-A", "--all-namespaces", help="All
 NoHeaders = Annotated[bool, typer.Option("--no-headers", help="Leave out the titles of the columns.")]
 SortBy = Annotated[str, typer.Option("--sort-by", metavar="COLUMN", help="The column that orders the rows.")]
 Limit = Annotated[int, typer.Option("--limit", min=0, metavar="N", help="Show at most N rows; 0: all.")]
+
+
+def parse_duration(text: str, option: str) -> float:
+    """The seconds of the value of an option. Raises typer.BadParameter."""
+    try:
+        return durations.parse(text, option)
+    except ConfigError as error:
+        raise typer.BadParameter(f"{error.what}; {error.hint}", param_hint=option) from None
 
 
 def split_name(name: str, namespace: str) -> tuple[str, str]:

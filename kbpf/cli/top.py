@@ -13,8 +13,6 @@ import typer
 from kbpf.cli import options, render
 from kbpf.cli.monitor import Lookup, Service, ended_by_signals
 from kbpf.cli.options import DEFAULT, ConfigFile, Output, OutputOption, PinDir, StateDir
-from kbpf.config import durations
-from kbpf.errors import ConfigError
 from kbpf.model.inspection import EventFilter, Inspection
 from kbpf.views import top as view
 from kbpf.views.monitor import VERDICTS
@@ -67,7 +65,9 @@ def top(
     """
     if not output.is_text and not once:
         raise typer.BadParameter("it requires --once", param_hint="--output")
-    seconds = _parse_interval(interval)
+    seconds = options.parse_duration(interval, "--interval")
+    if seconds < LEAST_INTERVAL:
+        raise typer.BadParameter("it must be at least 100ms", param_hint="--interval")
     from kbpf.dataplane import reader as dataplane
     from kbpf.dataplane.bpf.inspect.monitor import Monitor
 
@@ -81,16 +81,6 @@ def top(
     event_filter = lookup.apply(EventFilter(frozenset(VERDICTS)))
     with ended_by_signals(), Monitor(pin_dir, CLIENT_RATE, event_filter) as monitor:
         _run(_EventSampler(monitor).sample, seconds, once, output, limit)
-
-
-def _parse_interval(text: str) -> float:
-    try:
-        seconds = durations.parse(text, "--interval")
-    except ConfigError as error:
-        raise typer.BadParameter(f"{error.what}; {error.hint}", param_hint="--interval") from None
-    if seconds < LEAST_INTERVAL:
-        raise typer.BadParameter("it must be at least 100ms", param_hint="--interval")
-    return seconds
 
 
 class _CounterSampler:
