@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """kube-proxy's configuration: KubeProxyConfiguration v1alpha1, as kubeadm writes it.
 
-`read_settings()` turns a document into settings, with kube-proxy's defaults and checks;
-`find_diagnostics()` yields what is accepted but not used. Both name the path in the document.
+A document becomes settings, with kube-proxy's defaults and checks, and a line for each field that is
+accepted but not used. Errors and lines name the path in the document.
 
 A setting that depends on the mode (masqueradeBit, the periods) is read as kube-proxy reads it in
 that mode; "" means iptables. load.py decides where NodePorts answer, for flags and this file alike.
@@ -15,7 +15,7 @@ from typing import Any, Final
 from kbpf.config import documents, durations, kinds
 from kbpf.config.documents import KUBE_PROXY
 from kbpf.config.settings import IPVS, SETTINGS, UNUSED_SETTINGS, UnusedSetting
-from kbpf.config.values import ConfigValues, Diagnostic, Diagnostics
+from kbpf.config.values import ConfigValues, Diagnostic
 from kbpf.errors import ConfigError
 
 PROXY_MODES: Final = ("iptables", "nftables", "ipvs")
@@ -31,14 +31,6 @@ KubeProxyConfiguration: Final = documents.build_type(KUBE_PROXY, FIELD_TYPES)
 
 Fields = Mapping[str, Any]
 """Path → value of the fields that a document sets. null and "" mean kube-proxy's default."""
-
-
-def decode(values: Mapping[str, Any], diagnostics: Diagnostics) -> Fields:
-    """Decodes the document, without kind and apiVersion; see documents.decode()."""
-    document = documents.decode(KubeProxyConfiguration, values, KUBE_PROXY, diagnostics)
-    fields = {path: attrgetter(path)(document) for path in FIELD_TYPES}
-    return {path: value for path, value in fields.items() if value not in (None, "")}
-
 
 # ---- settings ------------------------------------------------------------------------------------
 
@@ -60,9 +52,14 @@ DEPENDENT_FIELDS: Final = (
 settings.py says."""
 
 
-def read_settings(fields: Fields) -> ConfigValues:
-    """Returns the fields of Config that the document decides: all of kube-proxy's, set or not."""
+def read(document: Mapping[str, Any]) -> ConfigValues:
+    """Returns the fields of Config that the document decides: all of kube-proxy's, set or not. The
+    document is without kind and apiVersion.
+    """
     values = ConfigValues(f"{KUBE_PROXY}.")
+    decoded = documents.decode(KubeProxyConfiguration, document, KUBE_PROXY, values)
+    all_fields = {path: attrgetter(path)(decoded) for path in FIELD_TYPES}
+    fields = {path: value for path, value in all_fields.items() if value not in (None, "")}
     mode = fields.get("mode", "")
     _read_independent_fields(fields, mode, values)
     if (burst := fields.get("clientConnection.burst", 0)) < 0:
@@ -80,6 +77,7 @@ def read_settings(fields: Fields) -> ConfigValues:
     values.set("localhost_node_ports", "iptables.localhostNodePorts", is_enabled)
     values.set("feature_gates", "featureGates", fields.get("featureGates", {}))
     _read_detect_local(fields, values)
+    values.notes += _find_diagnostics(fields)
     return values
 
 
@@ -142,7 +140,7 @@ def _read_masquerade(fields: Fields, mode: str, values: ConfigValues) -> None:
     """
     for section in ("iptables", "nftables") if mode == "nftables" else ("iptables",):
         bit_path, all_path = f"{section}.masqueradeBit", f"{section}.masqueradeAll"
-        values.parse("masquerade_bit", bit_path, str(fields.get(bit_path, DEFAULT_MASQUERADE_BIT)), kinds.bit)
+        values.parse("masquerade_bit", bit_path, str(fields.get(bit_path, DEFAULT_MASQUERADE_BIT)), kinds.BIT.parse)
         values.set("masquerade_all", all_path, fields.get(all_path, False))
 
 
@@ -211,7 +209,7 @@ def _is_set(unused: UnusedSetting, fields: Fields) -> bool:
     return unused.path not in IS_SET or bool(IS_SET[unused.path](value))
 
 
-def find_diagnostics(fields: Fields) -> Iterator[Diagnostic]:
+def _find_diagnostics(fields: Fields) -> Iterator[Diagnostic]:
     """Yields a line for each field that is accepted but not used, and for what kube-proxy warns
     about.
     """
