@@ -5,6 +5,7 @@ neither a kernel with BPF nor root.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Final
 
 import msgspec
@@ -95,7 +96,7 @@ def simulate(
     rows = _compare({}, objects, settings, nodes, service, notes)
     chosen = [row for row in rows if row.what == "backend" or (row.after or "").startswith(EMPTY)]
     page = view.build_page(chosen, notes, view.SHARE_COLUMNS)
-    render.show(page.with_empty("" if chosen else NO_RESOURCES), output)
+    render.show(replace(page, empty="" if chosen else NO_RESOURCES), output)
 
 
 def _compare(

@@ -320,7 +320,7 @@ class Connection(msgspec.Struct, frozen=True, gc=False):
     `seen_as`: the source that the backend sees: the node's (`masqueraded`) or the client's. The
     client's port may be changed if two connections would look the same to the backend.
 
-    `state`, one of CONNECTION_STATES: new (no reply yet), answered (the backend replied with a
+    `state`, a ConnectionState: new (no reply yet), answered (the backend replied with a
     SYN-ACK, an INIT-ACK or a datagram), unproven (TCP: the client completed the handshake, the
     backend has not confirmed it), established, closing (FIN from one side), closed (FINs from both,
     or RST).
@@ -360,7 +360,15 @@ class Connection(msgspec.Struct, frozen=True, gc=False):
     backend_node: str = ""
 
 
-CONNECTION_STATES = ("new", "established", "closing", "closed", "answered", "unproven")
+class ConnectionState(StrEnum):
+    """See Connection."""
+
+    NEW = "new"
+    ESTABLISHED = "established"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    ANSWERED = "answered"
+    UNPROVEN = "unproven"
 
 
 @dataclass(frozen=True, slots=True)

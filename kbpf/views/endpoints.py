@@ -53,4 +53,4 @@ KIND: Final = Kind("EndpointList", EndpointRow, item_name=lambda row: row.place)
 
 
 def build_page(rows: Sequence[EndpointRow], errors: Sequence[str]) -> Page:
-    return list_page(KIND, rows, COLUMNS).with_notes(tuple(errors))
+    return list_page(KIND, rows, COLUMNS, errors)

@@ -9,7 +9,7 @@ because names and messages from objects must not be able to control the terminal
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any, Final
 
@@ -152,12 +152,6 @@ class Page:
     empty: str = ""
     ok: bool = True
 
-    def with_empty(self, empty: str) -> "Page":
-        return replace(self, empty=empty)
-
-    def with_notes(self, notes: tuple[str, ...]) -> "Page":
-        return replace(self, notes=notes)
-
 
 def sort_key(text: str) -> list[tuple[float, str]]:
     """Orders ``9`` before ``10``, also within a text, and durations and sizes by value."""
@@ -167,9 +161,9 @@ def sort_key(text: str) -> list[tuple[float, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts if part]
 
 
-def list_page(kind: Kind, rows: Sequence[Any], columns: Sequence[Column]) -> Page:
+def list_page(kind: Kind, rows: Sequence[Any], columns: Sequence[Column], notes: Iterable[str] = ()) -> Page:
     """A list, with the note that kubectl prints if it is empty."""
-    return Page(kind, rows, columns, empty="" if rows else NO_RESOURCES)
+    return Page(kind, rows, columns, notes=tuple(notes), empty="" if rows else NO_RESOURCES)
 
 
 def namespace_of(service: str) -> tuple[str, ...]:
