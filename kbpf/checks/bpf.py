@@ -50,10 +50,9 @@ def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
     yield cgroup_row
     if can_load:
         yield _check_features(root)
-        yield from sum_up(map(_check_hook, HOOKS))
-        yield from sum_up(
-            make_row(Check.OPTIONAL, result, advice, subject=name) for name, result, advice in _try_optional_features()
-        )
+        yield from sum_up(Check.HOOK, {hook.name: _check_hook(hook) for hook in HOOKS})
+        optional = {name: make_row(name, result, advice) for name, result, advice in _try_optional_features()}
+        yield from sum_up(Check.OPTIONAL, optional)
 
 
 def _check_capabilities() -> CheckRow:
@@ -145,7 +144,7 @@ def _check_hook(hook: Hook) -> CheckRow:
     else:
         result = probe.probe_program(hook.prog_type, hook.attach_type)
     advice = f"since Linux {hook.since_kernel}; used for {hook.purpose}"
-    return make_row(Check.HOOK, result, advice, hook.purpose, needed=hook.required, subject=hook.name)
+    return make_row(Check.HOOK.of(hook.name), result, advice, hook.purpose, needed=hook.required)
 
 
 def _try_optional_features() -> Iterator[tuple[str, Probe, str]]:

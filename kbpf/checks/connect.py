@@ -101,9 +101,9 @@ def check_attached(inspection: Inspection, parent: Path | None = None) -> Iterat
             destination, peer_name = _dial_in_sandbox(frontend, backends, cgroup)
         except KernelError as error:
             hint = "see `kbpf inspect service` and the agent's log"
-            yield _row(Check.DIAL, "no", str(error), hint, subject=str(frontend))
+            yield _row(Check.DIAL.of(str(frontend)), "no", str(error), hint)
             continue
-        yield _dial_row(str(frontend), frontend, destination, peer_name, has_peer_name_hooks)
+        yield _dial_row(Check.DIAL.of(str(frontend)), frontend, destination, peer_name, has_peer_name_hooks)
 
 
 def _not_attached_row(inspection: Inspection) -> CheckRow:
@@ -121,21 +121,21 @@ def _host_only_rows(dial_targets: Sequence[DialTarget], host_netns: int, cgroup:
     for frontend, backends in dial_targets:
         kind = socket.SOCK_STREAM if frontend.protocol is Protocol.TCP else socket.SOCK_DGRAM
         service_address = (format_addr(frontend.address), frontend.port)
-        subject = f"{frontend} from the host"
+        name = Check.DIAL.of(f"{frontend} from the host")
         try:
             destination, peer_name = _run_in_cgroup(
                 partial(dial.connect_without_packets, service_address, kind), cgroup, isolated=False
             )
         except KernelError as error:
-            yield _row(Check.DIAL, "no", str(error), SEE_LOG, subject=subject)
+            yield _row(name, "no", str(error), SEE_LOG)
             continue
         if destination not in {(format_addr(b.address), b.port) for b in backends}:
             detail = f"arrived at {destination[0]} port {destination[1]}, which is not a backend"
-            yield _row(Check.DIAL, "no", detail, SEE_LOG, subject=subject)
+            yield _row(name, "no", detail, SEE_LOG)
             continue
-        yield _dial_row(subject, frontend, destination, peer_name, has_peer_name_hooks=True)
+        yield _dial_row(name, frontend, destination, peer_name, has_peer_name_hooks=True)
     for frontend, backends in dial_targets[:1]:
-        not_from_pod = partial(_row, Check.NO_DIAL_FROM_POD, subject=str(frontend))
+        not_from_pod = partial(_row, Check.NO_DIAL_FROM_POD.of(str(frontend)))
         try:
             destination, _ = _dial_in_sandbox(frontend, backends, cgroup)
         except KernelError:
@@ -174,7 +174,7 @@ def _run_in_cgroup(
 
 
 def _dial_row(
-    subject: str,
+    name: str,
     frontend: FrontendAddress,
     destination: SocketAddress,
     peer_name: SocketAddress,
@@ -184,8 +184,8 @@ def _dial_row(
     detail = f"arrived at {destination[0]} port {destination[1]}"
     if peer_name != service_address and (has_peer_name_hooks or frontend.protocol is Protocol.UDP):
         detail += f", but getpeername() shows {peer_name[0]} port {peer_name[1]}"
-        return _row(Check.DIAL, "no", detail, SEE_LOG, subject=subject)
-    return _row(Check.DIAL, "yes", detail, subject=subject)
+        return _row(name, "no", detail, SEE_LOG)
+    return _row(name, "yes", detail)
 
 
 def _dial(

@@ -54,16 +54,16 @@ def rows() -> Iterator[CheckRow]:
         "the kernel needs CONFIG_IP_VS_NFCT; without it sources cannot be masqueraded",
     )
     probe_scheduler = partial(_probe_scheduler, is_loaded=ipvs_probe.works is True)
-    yield from sum_up(
-        make_row(
-            Check.IPVS_SCHEDULER,
+    schedulers = {
+        name: make_row(
+            Check.IPVS_SCHEDULER.of(name),
             probe_scheduler(name),
             f"the kernel needs CONFIG_IP_VS_{name.upper()}; {consequence}",
             ipvs=name == "rr",
-            subject=name,
         )
         for name, consequence in SCHEDULERS.items()
-    )
+    }
+    yield from sum_up(Check.IPVS_SCHEDULER, schedulers)
     yield _required_row(Check.DUMMY, _probe_module("dummy", _try_device), "the kernel needs CONFIG_DUMMY")
     nft_probe = forward_rules.probe_nf_tables()
     yield _required_row(

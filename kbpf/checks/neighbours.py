@@ -16,7 +16,7 @@ from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
 from kbpf.dataplane.bpf.programs import foreign, hook_probe, unpinned
 from kbpf.dataplane.bpf.programs.hook_probe import ORDER_HINT, Point, ProbeOutcome
-from kbpf.errors import KernelError
+from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel.bpf import syscalls
 from kbpf.kernel.bpf.tc import Runner
 from kbpf.kernel.net.devices import list_devices
@@ -77,10 +77,7 @@ def balancer_row(pin_dir: Path, cgroup: Path) -> CheckRow:
     error = foreign.find_balancer(pins, cgroup)
     if error is None:
         return CheckRow(Check.BALANCERS, "yes", "none at kbpf's hooks", needed=True)
-    detail, is_serving = f"{error.what} ({error.where})", unpinned.serves_already(pins)
-    if is_serving:
-        detail += "; kbpf serves as well, so both decide about the same connections"
-    return CheckRow(Check.BALANCERS, "no", detail, error.hint, needed=not is_serving)
+    return _refusal_row(Check.BALANCERS, error, pins)
 
 
 def other_kbpf_row(pin_dir: Path, cgroup: Path, packet_path: bool = True) -> CheckRow:
@@ -89,11 +86,14 @@ def other_kbpf_row(pin_dir: Path, cgroup: Path, packet_path: bool = True) -> Che
     if not programs:
         devices = " and the devices of this network namespace" if packet_path else ""
         return CheckRow(Check.OTHER_KBPF, "yes", f"none at {cgroup}{devices}", needed=True)
-    error = unpinned.describe_unpinned(programs, pin_dir)
+    return _refusal_row(Check.OTHER_KBPF, unpinned.describe_unpinned(programs, pin_dir), pins)
+
+
+def _refusal_row(check: Check, error: KbpfError, pins: pinning.Pins) -> CheckRow:
     detail, is_serving = f"{error.what} ({error.where})", unpinned.serves_already(pins)
     if is_serving:
         detail += "; this kbpf serves as well, so both decide about the same connections"
-    return CheckRow(Check.OTHER_KBPF, "no", detail, error.hint, needed=not is_serving)
+    return CheckRow(check, "no", detail, error.hint, needed=not is_serving)
 
 
 def foreign_rows(inspection: Inspection) -> Iterator[CheckRow]:
@@ -103,7 +103,7 @@ def foreign_rows(inspection: Inspection) -> Iterator[CheckRow]:
         yield CheckRow(Check.FOREIGN_PROGRAMS, "no", line, "see docs/troubleshoot.md")
 
 
-_packet_row: Final = partial(CheckRow, Check.PACKETS, needed=True)
+_packet_row: Final = partial(CheckRow, needed=True)
 
 
 def packet_rows(inspection: Inspection) -> Iterator[CheckRow]:
@@ -115,24 +115,24 @@ def packet_rows(inspection: Inspection) -> Iterator[CheckRow]:
     cookie = netns.read_cookie()
     if inspection.host_netns and cookie is not None and cookie != inspection.host_netns:
         reason = "the agent's devices are in another network namespace"
-        yield _packet_row("unknown", reason, "run it on the host")
+        yield _packet_row(Check.PACKETS, "unknown", reason, "run it on the host")
         return
     try:
         outcomes = tuple(_probe_devices(inspection))
     except KernelError as error:
-        yield _packet_row("unknown", str(error), error.hint)
+        yield _packet_row(Check.PACKETS, "unknown", str(error), error.hint)
         return
     missed = [outcome for outcome in outcomes if not outcome.reached]
     devices = {outcome.point.device.name for outcome in outcomes}
     if not outcomes:
         advice = "see `kbpf inspect devices` and the agent's log"
-        yield _packet_row("no", "no device has kbpf's programs", advice)
+        yield _packet_row(Check.PACKETS, "no", "no device has kbpf's programs", advice)
     elif not missed:
         detail = f"kbpf's programs see them at ingress and egress; tried on {len(devices)} devices"
-        yield _packet_row("yes", detail)
+        yield _packet_row(Check.PACKETS, "yes", detail)
     for outcome in missed:
         where = f"{outcome.point.direction} of {outcome.point.device.name}"
-        yield _packet_row("no", describe_outcome(outcome), advise(outcome), subject=where)
+        yield _packet_row(Check.PACKETS.of(where), "no", describe_outcome(outcome), advise(outcome))
 
 
 def _probe_devices(inspection: Inspection) -> Iterator[ProbeOutcome]:

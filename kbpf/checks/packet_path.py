@@ -42,7 +42,7 @@ def check_packet_path(pin_dir: Path, proc: Path = PROC) -> Iterator[CheckRow]:
     yield _sctp_row(proc)
     settings = read_settings(pin_dir)
     yield _ports_row((settings.low, settings.high), proc)
-    yield from sum_up(_forwarding_rows(proc))
+    yield from sum_up(Check.IP_FORWARDING, dict(_forwarding_rows(proc)))
     yield _forwarding_mode_row(settings.flags)
     yield _forward_rows(settings.mark)[0]
     yield _early_rules_row(pin_dir, settings.flags)
@@ -259,25 +259,18 @@ def _ports_row(ports: PortRange, proc: Path) -> CheckRow:
     )
 
 
-def _forwarding_rows(proc: Path) -> Iterator[CheckRow]:
+def _forwarding_rows(proc: Path) -> Iterator[tuple[str, CheckRow]]:
+    """Yields a family and its row."""
     for name, key in (("IPv4", "ipv4/ip_forward"), ("IPv6", "ipv6/conf/all/forwarding")):
+        setting = f"net.{key.replace('/', '.')}"
         try:
             enabled = int((proc / "sys/net" / key).read_text()) != 0
+            outcome = Probe(enabled, "" if enabled else f"{setting} = 0: the stack does not forward packets")
         except OSError as error:
-            if error.errno == errno.ENOENT:
-                outcome = Probe(None, f"this kernel has no {name}")
-            else:
-                outcome = _unknown_probe(error)
-            yield make_row(Check.IP_FORWARDING, outcome, subject=name)
-            continue
-        setting = f"net.{key.replace('/', '.')}"
-        reason = "" if enabled else f"{setting} = 0: the stack does not forward packets"
-        yield make_row(
-            Check.IP_FORWARDING,
-            Probe(enabled, reason),
-            f"sysctl -w {setting}=1, permanently in /etc/sysctl.d; most network plugins set it",
-            subject=name,
-        )
+            missing = Probe(None, f"this kernel has no {name}")
+            outcome = missing if error.errno == errno.ENOENT else _unknown_probe(error)
+        advice = f"sysctl -w {setting}=1, permanently in /etc/sysctl.d; most network plugins set it"
+        yield name, make_row(Check.IP_FORWARDING.of(name), outcome, advice)
 
 
 def _rp_filter_row(proc: Path) -> CheckRow:

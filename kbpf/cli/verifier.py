@@ -268,7 +268,7 @@ class Verifier:
             (f"from the cgroup {place}", row)
             for place, parent in self._list_places(inspection.hooks)
             for row in connect.check_attached(inspection, parent)
-            if row.check is not Check.ATTACHED
+            if row.name != Check.ATTACHED
         ]
         rows += (("on a device", row) for row in neighbours.packet_rows(inspection))
         return rows
