@@ -72,11 +72,6 @@ def read_file(path: Path) -> bytes:
         ) from error
 
 
-def load_config(flag_values: Mapping[str, str], environ: Mapping[str, str]) -> Config:
-    """Returns the Config for these flags ({name: text}) and environment variables."""
-    return load(flag_values, environ).config
-
-
 def load(
     flag_values: Mapping[str, str], environ: Mapping[str, str], data: bytes | None = None, where: str = "--config"
 ) -> LoadedConfig:

@@ -36,7 +36,7 @@ def value_of(row: Setting, text: str) -> Any:
 
 
 def by_flags(mode: str, given: dict[str, str]) -> Config:
-    return load.load_config({**({"--proxy-mode": mode} if mode else {}), **given}, {})
+    return load.load({**({"--proxy-mode": mode} if mode else {}), **given}, {}).config
 
 
 def by_file(mode: str, given: dict[str, str]) -> Config:
@@ -126,5 +126,5 @@ def test_node_ports_answer_on_the_same_addresses(mode):
 )
 def test_node_ports_on_loopback_by_flags(flags, value):
     """Flags → whether NodePorts answer on loopback."""
-    made = load.load_config(dict(word.split("=", 1) for word in flags.split()), {})
+    made = load.load(dict(word.split("=", 1) for word in flags.split()), {}).config
     assert made.localhost_node_ports is (value == "true")

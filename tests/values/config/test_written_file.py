@@ -108,7 +108,7 @@ GIVEN = [(row.name, text) for row in SETTINGS if row.field for text in TEXTS[row
 
 @pytest.mark.parametrize(("flag", "text"), GIVEN, ids=map("=".join, GIVEN))
 def test_every_flag_is_written_and_read_again(flag, text):
-    assert_written(load.load_config({flag: text, **GIVEN_WITH.get(flag, {})}, {}))
+    assert_written(load.load({flag: text, **GIVEN_WITH.get(flag, {})}, {}).config)
 
 
 def test_configuration_is_written_atomically(tmp_path):
