@@ -39,15 +39,6 @@ Nodes = Annotated[
 ServiceFilter = Annotated[
     str, typer.Option("--service", metavar="NAMESPACE/NAME", help="Only this Service; without a namespace, default.")
 ]
-Removed = Annotated[
-    list[str] | None,
-    typer.Option("--zone-down", "--node-down", "--drain", "--weight", "--traffic-distribution", hidden=True),
-]
-RemovedFlag = Annotated[bool, typer.Option("--all", hidden=True)]
-REMOVED: Final = (
-    "--all, --zone-down, --node-down, --drain, --weight and --traffic-distribution have no effect: "
-    "change a copy of the folder, and compare both with `kbpf diff`"
-)
 
 
 def diff(
@@ -84,14 +75,12 @@ def simulate(
     output: OutputOption = Output.TABLE,
     kubeconfig: Kubeconfig = None,
     config: RunConfigFile = None,
-    removed: Removed = None,
-    removed_flag: RemovedFlag = False,
 ) -> None:
     """Show which share of connections each backend would get on each node, and which sets of
     backends are empty.
     """
     settings = read_config(config, kubeconfig)
-    notes = [REMOVED] if removed or removed_flag else []
+    notes: list[str] = []
     objects = collect_world(read_world(world, settings, notes))
     rows = _compare({}, objects, settings, nodes, service, notes)
     chosen = [row for row in rows if row.what == "backend" or (row.after or "").startswith(EMPTY)]

@@ -226,5 +226,5 @@ def read_kbpf(values: Mapping[str, Any]) -> ConfigValues:
     for path, setting in KBPF_SETTINGS.items():
         text = setting.kind.flag_text(attrgetter(path)(document))
         if text:
-            result.parse(setting.field, path, text, setting.parse)
+            result.parse(setting.field, path, text, setting.kind.parse)
     return result

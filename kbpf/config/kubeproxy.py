@@ -103,7 +103,7 @@ def _read_independent_fields(fields: Fields, mode: str, values: ConfigValues) ->
                 values.add_error(path, f"less than 0: {value}")
             else:
                 holder = of_ipvs if setting.only == IPVS else values
-                holder.parse(setting.field, path, setting.kind.flag_text(value), setting.parse)
+                holder.parse(setting.field, path, setting.kind.flag_text(value), setting.kind.parse)
     for i, text in enumerate(fields.get("ipvs.excludeCIDRs", ())):
         of_ipvs.try_parse(f"ipvs.excludeCIDRs[{i}]", text, kinds.cidr)
     if mode != "ipvs":

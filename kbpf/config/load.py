@@ -119,7 +119,7 @@ def _read_flags(
         elif not setting.field:
             values.notes.append(Diagnostic(f"{origin} is accepted but not used: {setting.help}"))
         else:
-            values.parse(setting.field, origin, text, setting.parse)
+            values.parse(setting.field, origin, text, setting.kind.parse)
             if setting.kind is kinds.FEATURE_GATES:
                 values.notes += _find_unused_gates(origin, text)
     if ignored:

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from kbpf.config import kinds
-from kbpf.config.kinds import USED_GATES, Kind, Parser
+from kbpf.config.kinds import USED_GATES, Kind
 from kbpf.model.config import Config
 
 CLUSTER: Final = "Where Services come from"
@@ -55,10 +55,6 @@ class Setting:
     def environment_variable(self) -> str:
         """The environment variable that sets the same field."""
         return "KBPF_" + self.name.strip("-").replace("-", "_").upper()
-
-    @property
-    def parse(self) -> Parser:
-        return self.kind.parse
 
     @property
     def help(self) -> str:

@@ -244,7 +244,7 @@ def test_default_in_the_help_is_the_actual_one():
     }
     assert len(shown) > 40
     for setting, text in shown.items():
-        assert setting.parse(text, "") == field(Config(), setting.field), setting.name
+        assert setting.kind.parse(text, "") == field(Config(), setting.field), setting.name
 
 
 def test_defaults_on_the_page_are_the_actual_ones():
