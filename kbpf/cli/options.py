@@ -23,7 +23,7 @@ import typer
 from kbpf.config import durations
 from kbpf.errors import ConfigError
 from kbpf.model.config import Config
-from kbpf.views.page import Page, sort_key
+from kbpf.views.page import Page
 
 if TYPE_CHECKING:
     from kbpf.config.locations import ConfiguredLocations
@@ -177,7 +177,7 @@ class Selection(NamedTuple):
             if column is None:
                 titles = ", ".join(column.title for column in page.columns)
                 raise typer.BadParameter(f"no column {self.sort_by}; there are {titles}", param_hint="--sort-by")
-            rows = sorted(rows, key=lambda row: sort_key(column.text(row)))
+            rows = sorted(rows, key=column.sort_key)
         if self.limit:
             left_out = (len(rows) if isinstance(rows, Sequence) else page.total) - self.limit
             rows, notes = islice(rows, self.limit), (f"and {left_out} more rows" if left_out > 0 else "", *notes)

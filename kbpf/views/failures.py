@@ -125,7 +125,7 @@ def describe_client(entry: FailureEntry | ConnectionEvent, address: str) -> tupl
 
 
 COLUMNS: Final = (
-    Column("LAST", lambda r: f"{format_duration(r.last_seconds)} ago", right=True),
+    Column("LAST", lambda r: f"{format_duration(r.last_seconds)} ago", right=True, by="last_seconds"),
     Column("COUNT", "count", right=True),
     Column("CLIENT", "client"),
     Column("SERVICE", "service"),
@@ -135,7 +135,7 @@ COLUMNS: Final = (
     Column("NODE", "backend_node"),
     Column("REASON", lambda r: r.reason.replace("_", " ")),
     Column("CLIENT-SAW", lambda r: r.client_saw.partition(",")[0]),
-    Column("FIRST", lambda r: f"{format_duration(r.first_seconds)} ago", right=True, wide=True),
+    Column("FIRST", lambda r: f"{format_duration(r.first_seconds)} ago", right=True, wide=True, by="first_seconds"),
     Column("ADDRESS", "address", wide=True),
     Column("WHY", "words", wide=True),
 )

@@ -36,7 +36,7 @@ def format_value(value: Any) -> str:
 class Column:
     """One column. `value`: a row's field, or ``field.field``, whose value `format` makes a text
     (``-`` for None); or a function that makes the text of a row. `wide`: shown with `-o wide` only.
-    `right`: aligned to the right, for numbers.
+    `right`: aligned to the right, for numbers. `by`: the field that orders rows, if `value` is none.
     """
 
     title: str
@@ -44,15 +44,29 @@ class Column:
     format: Callable[[Any], str] = format_value
     wide: bool = False
     right: bool = False
+    by: str = ""
 
     def text(self, row: Any) -> str:
         """The text of the cell."""
         if not isinstance(self.value, str):
             return self.value(row)
-        value = row
-        for name in self.value.split("."):
-            value = None if value is None else getattr(value, name)
+        value = _read_field(row, self.value)
         return "-" if value is None else self.format(value)
+
+    def sort_key(self, row: Any) -> list[tuple[float, str]]:
+        """Orders numbers by value, also ``9`` before ``10`` within a text."""
+        path = self.by or self.value
+        value = _read_field(row, path) if isinstance(path, str) else None
+        if isinstance(value, int | float):
+            return [(value, "")]
+        parts = re.split(r"(\d+)", self.text(row))
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in parts if part]
+
+
+def _read_field(row: Any, path: str) -> Any:
+    for name in path.split("."):
+        row = None if row is None else getattr(row, name)
+    return row
 
 
 def format_host_port(address: str, port: int) -> str:
@@ -72,19 +86,7 @@ def format_duration(seconds: float) -> str:
     return f"{total_seconds // 86_400}d{total_seconds % 86_400 // 3600:02}h"
 
 
-DURATION: Final = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?: ago)?")
-SIZE: Final = re.compile(r"([\d.]+)(B|KiB|MiB|GiB)")
 SIZE_UNITS: Final = ("B", "KiB", "MiB", "GiB")
-
-
-def parse_quantity(text: str) -> float | None:
-    """The value of a text of format_duration() or format_size(); None for any other."""
-    if match := DURATION.fullmatch(text):
-        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    if match := SIZE.fullmatch(text):
-        return float(match[1]) * (1 << 10 * SIZE_UNITS.index(match[2]))
-    return None
 
 
 def format_size(count: int | None) -> str:
@@ -151,14 +153,6 @@ class Page:
     notes: tuple[str, ...] = ()
     empty: str = ""
     ok: bool = True
-
-
-def sort_key(text: str) -> list[tuple[float, str]]:
-    """Orders ``9`` before ``10``, also within a text, and durations and sizes by value."""
-    if (value := parse_quantity(text)) is not None:
-        return [(value, "")]
-    parts = re.split(r"(\d+)", text)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts if part]
 
 
 def list_page(kind: Kind, rows: Sequence[Any], columns: Sequence[Column], notes: Iterable[str] = ()) -> Page:

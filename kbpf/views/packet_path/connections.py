@@ -48,7 +48,7 @@ COLUMNS: Final = (
     Column("BACKEND-SEES", _format_seen_as),
     Column("STATE", "state"),
     Column("IDLE", "idle_seconds", format_duration, right=True),
-    Column("EXPIRES-IN", _format_expires, right=True),
+    Column("EXPIRES-IN", _format_expires, right=True, by="expires_seconds"),
     Column("PATH", "path", wide=True),
     Column("NOTE", _format_note),
 )

@@ -60,9 +60,6 @@ def test_format_duration(seconds, text):
 
 
 SORTED = """\
-9s, 1m00s, 2h03m, 5d01h
-3s ago, 41s ago, 7m00s ago
-812B, 1.5KiB, 64KiB, 1.0MiB, 3.0GiB
 8, 9, 10
 10.0.0.9:80, 10.0.0.10:80
 9.0%, 80.0% !
@@ -75,6 +72,20 @@ def test_cells_are_sorted_by_value(cells):
     texts = cells.split(", ")
     page = Page(THING_LIST, [Thing(text, 0) for text in reversed(texts)], COLUMNS)
     assert [row.name for row in Selection("", "name").apply(page).rows] == texts
+
+
+OF_A_NUMBER = (
+    Column("COUNT", "count", format_duration),
+    Column("COUNT", "count", bytes_text),
+    Column("COUNT", lambda row: f"{format_duration(row.count)} ago" if row.count else "never", by="count"),
+)
+
+
+@pytest.mark.parametrize("column", OF_A_NUMBER)
+def test_cells_that_show_a_number_are_sorted_by_the_number(column: Column):
+    counts = [0, 9, 60, 7380, 435_600, 5_000_000]
+    page = Page(THING_LIST, [Thing("", count) for count in reversed(counts)], (column,))
+    assert [row.count for row in Selection("", "count").apply(page).rows] == counts
 
 
 @each_pair("count, text", "0 → 0B\n812 → 812B\n1536 → 1.5KiB\n65536 → 64KiB\n3e9 → 2.8GiB")
