@@ -31,8 +31,6 @@ PROC: Final = Path("/proc")
 RP_FILTER_STRICT: Final = 1
 """rp_filter 1: a packet is dropped unless the route to its source uses the device it arrived on."""
 
-PortRange = tuple[int, int]
-
 
 def check_packet_path(pin_dir: Path, proc: Path = PROC) -> Iterator[CheckRow]:
     """Yields all rows, in the order in which a packet would meet what they check. `proc`: where
@@ -233,7 +231,7 @@ def _forward_rows(mark: int) -> tuple[CheckRow, CheckRow]:
     )
 
 
-def _ports_row(ports: PortRange, proc: Path) -> CheckRow:
+def _ports_row(ports: tuple[int, int], proc: Path) -> CheckRow:
     check = Check.SNAT_PORTS
     try:
         low, high = map(int, (proc / "sys/net/ipv4/ip_local_port_range").read_text().split())
@@ -247,13 +245,11 @@ def _ports_row(ports: PortRange, proc: Path) -> CheckRow:
     if set(range(first, last + 1)) <= sysctl.parse_ports(reserved):
         detail = f"{text}: reserved, so that no socket gets one automatically"
         return CheckRow(check, "yes", detail)
-    return make_row(
+    return CheckRow(
         check,
-        Probe(
-            False,
-            f"{text}: sockets of this node may use {first} to {last} too; a "
-            "connection and a masqueraded one on the same port break each other",
-        ),
+        "no",
+        f"{text}: sockets of this node may use {first} to {last} too; a "
+        "connection and a masqueraded one on the same port break each other",
         f"the agent adds {ports[0]}-{ports[1]} to net.ipv4.ip_local_reserved_ports; where it must "
         "not, do it yourself, or keep net.ipv4.ip_local_port_range below",
     )

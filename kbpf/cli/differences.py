@@ -279,15 +279,19 @@ def _compare_settings(
             yield make_row(key, "setting", name, before=old_value, after=value)
 
 
+def _settings_of_node(state: NodeState) -> dict[str, str]:
+    return {
+        "NodePort addresses": _format_addresses(state.node_addresses),
+        "SNAT addresses": _format_addresses(state.masquerade_addresses),
+        "pod networks": ", ".join(map(str, state.local_networks)),
+    }
+
+
 def _compare_node_states(old: NodeState, new: NodeState) -> Iterator[DifferenceRow]:
-    rows = (
-        ("NodePort addresses", *(_format_addresses(s.node_addresses) for s in (old, new))),
-        ("SNAT addresses", *(_format_addresses(s.masquerade_addresses) for s in (old, new))),
-        ("pod networks", *(", ".join(map(str, s.local_networks)) for s in (old, new))),
-    )
-    for name, before, after in rows:
-        if before != after:
-            yield make_row(None, "node", name, before=before, after=after)
+    before = _settings_of_node(old)
+    for name, value in _settings_of_node(new).items():
+        if before[name] != value:
+            yield make_row(None, "node", name, before=before[name], after=value)
 
 
 def _format_addresses(addresses: Iterable[bytes]) -> str:

@@ -401,20 +401,12 @@ def _errors(loaded: LoadedConfig) -> Iterator[ConfigError]:
     would fall back to IPVS.
     """
     cgroup = loaded.config.cgroup
-    if cgroup is not None and loaded.config.mode != "ipvs":
-        location = loaded.origins["cgroup"]
-        if not cgroup.is_dir():
-            yield ConfigError(
-                f"no such cgroup v2 folder: {cgroup}",
-                location,
-                "name an existing folder, or leave it out for the root cgroup",
-            )
-        elif not mounts.is_cgroup2(cgroup):
-            yield ConfigError(
-                f"not a cgroup v2 folder: {cgroup}",
-                location,
-                "name a folder of cgroup v2, or leave it out for the root cgroup",
-            )
+    if cgroup is not None and loaded.config.mode != "ipvs" and not mounts.is_cgroup2(cgroup):
+        yield ConfigError(
+            f"{'not a' if cgroup.is_dir() else 'no such'} cgroup v2 folder: {cgroup}",
+            loaded.origins["cgroup"],
+            "name an existing folder of cgroup v2, or leave it out for the root cgroup",
+        )
 
 
 def _notes(loaded: LoadedConfig) -> Iterator[Diagnostic]:

@@ -26,7 +26,6 @@ TCP_ONLY: Final = frozenset(("unanswered", "reset", "retransmits", "rtts"))
 """Fields of ConnectionStats that exist for TCP only: for other protocols the kernel reports neither
 how a connection ended nor its round-trip time."""
 BYTES: Final = frozenset(("bytes_in", "bytes_out"))
-NO_FIELDS: Final[frozenset[str]] = frozenset()
 NO_BACKEND_ONLY: Final = frozenset(("no_endpoint", "not_allowed"))
 """Fields that are counted before a backend is chosen, and that no backend has."""
 
@@ -146,7 +145,7 @@ def _build_detail(port: ServicePort, inspection: Inspection) -> ServiceDetail:
     row = build_row(port, inspection)
     cluster = tuple(_set_rows(frontend.cluster for frontend in port.frontends))
     local = tuple(_set_rows(frontend.local for frontend in port.frontends))
-    counted = inspection.counted | (frozenset(("open",)) if inspection.lists_sockets else NO_FIELDS)
+    counted = inspection.counted | ({"open"} if inspection.lists_sockets else set())
     return ServiceDetail(
         row,
         cluster,
