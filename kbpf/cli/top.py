@@ -17,7 +17,6 @@ from kbpf.model.inspection import EventFilter, Inspection
 from kbpf.views import top as view
 from kbpf.views.monitor import VERDICTS
 from kbpf.views.packet_path.availability import uses_conntrack
-from kbpf.views.page import Page
 from kbpf.views.top import By, TopRow, TopSummary
 
 if TYPE_CHECKING:
@@ -134,19 +133,13 @@ class _EventSampler:
 
 def _run(sample: Callable[[float], Sample], seconds: float, once: bool, output: Output, limit: int) -> None:
     if once:
-        taken = sample(seconds)
-        page = view.build_page(*taken, limit=limit)
-        render.show(page, output)
+        render.show(view.build_page(*sample(seconds), limit=limit), output)
         return
-    render.watch(lambda: _format(_next_page(sample(seconds), limit), output), seconds, True)
 
+    def show_next() -> str:
+        fitting = max(1, shutil.get_terminal_size().lines - OTHER_LINES) if sys.stdout.isatty() else 0
+        page = view.build_page(*sample(seconds), limit=limit or fitting)
+        text = "".join(render.render_page(page, output)) if page.rows else f"{page.empty}\n"
+        return text + "".join(f"({note})\n" for note in page.notes if note)
 
-def _next_page(taken: Sample, limit: int) -> Page:
-    if not limit and sys.stdout.isatty():
-        limit = max(1, shutil.get_terminal_size().lines - OTHER_LINES)
-    return view.build_page(*taken, limit=limit)
-
-
-def _format(page: Page, output: Output) -> str:
-    text = "".join(render.render_page(page, output)) if page.rows else f"{page.empty}\n"
-    return text + "".join(f"({note})\n" for note in page.notes if note)
+    render.watch(show_next, seconds, True)
