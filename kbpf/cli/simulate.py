@@ -131,25 +131,19 @@ def _choose_nodes(
 
     names, gone = list(list_nodes(after)), list_nodes(before).keys() - list_nodes(after).keys()
     if gone and not names:
-        raise NotFoundError("no Node would be left", "", f"all would be gone: {_join(sorted(gone))}")
+        raise NotFoundError("no Node would be left", "", f"all would be gone: {view.join_nodes(sorted(gone))}")
     if wanted:
         for name in wanted:
             if names and name not in names:
                 where = "is gone" if name in gone else "does not exist"
-                raise NotFoundError(f"the Node {name} {where}", "", f"there are {_join(names)}")
+                raise NotFoundError(f"the Node {name} {where}", "", f"there are {view.join_nodes(names)}")
         return list(wanted)
     if not names:
         name = config.node_name or default_node_name()
         notes.append(f"there are no Nodes: computed for {name}, in no zone")
         return [name]
     if gone:
-        notes.append(f"not computed, since they are gone: {_join(sorted(gone))}")
+        notes.append(f"not computed, since they are gone: {view.join_nodes(sorted(gone))}")
     if len(names) > MAX_NODES:
         notes.append(f"computed for {MAX_NODES} of {len(names)} Nodes; choose others with --node")
     return names[:MAX_NODES]
-
-
-def _join(names: Sequence[str]) -> str:
-    shown = ", ".join(names[: view.MAX_NODES_SHOWN])
-    more = len(names) - view.MAX_NODES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
