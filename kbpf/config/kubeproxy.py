@@ -64,7 +64,7 @@ def read(document: Mapping[str, Any]) -> ConfigValues:
     _read_independent_fields(fields, mode, values)
     if (burst := fields.get("clientConnection.burst", 0)) < 0:
         values.add_error("clientConnection.burst", f"less than 0: {burst}")
-    if period := _parse_period(fields, "configSyncPeriod", kinds.period, values):
+    if period := _parse_period(fields, "configSyncPeriod", values):
         values.set("config_sync_period", "configSyncPeriod", period)
     _read_servers(fields, values)
     if mode not in ("", *PROXY_MODES):
@@ -125,9 +125,9 @@ def _read_periods(fields: Fields, mode: str, values: ConfigValues) -> None:
     """Reads the periods from the section of the mode."""
     section = mode if mode in PROXY_MODES else "iptables"
     path, min_path = f"{section}.syncPeriod", f"{section}.minSyncPeriod"
-    sync_period = _parse_period(fields, path, kinds.period, values) or DEFAULT_SYNC_PERIOD
+    sync_period = _parse_period(fields, path, values) or DEFAULT_SYNC_PERIOD
     values.set("serving.late_seconds", path, 2 * sync_period)
-    min_sync_period = _parse_period(fields, min_path, kinds.seconds, values)
+    min_sync_period = _parse_period(fields, min_path, values)
     if min_sync_period:
         values.set("min_sync_period", min_path, min_sync_period)
     if min_sync_period > sync_period:
@@ -165,14 +165,9 @@ def _read_detect_local(fields: Fields, values: ConfigValues) -> None:
         values.parse("cluster_cidrs", "clusterCIDR", fields.get("clusterCIDR", ""), kinds.cluster_cidrs)
 
 
-def _parse_period(fields: Fields, path: str, parser: kinds.Parser, values: ConfigValues) -> float:
+def _parse_period(fields: Fields, path: str, values: ConfigValues) -> float:
     """Returns a period in seconds; 0.0 if unset or zero, which mean the default."""
-
-    def parse_nonzero(text: str, where: str) -> float:
-        seconds: float = parser(text, where) if durations.parse(text, where) else 0.0
-        return seconds
-
-    return values.try_parse(path, fields[path], parse_nonzero) or 0.0 if path in fields else 0.0
+    return values.try_parse(path, fields.get(path, "0s"), kinds.seconds) or 0.0
 
 
 # ---- fields that are accepted but not used -------------------------------------------------------

@@ -61,11 +61,6 @@ class Setting:
         return f"mode ipvs: {self.text}" if self.only == IPVS else self.text
 
     @property
-    def is_boolean(self) -> bool:
-        """Whether the flag without a value means `true`, as in kube-proxy."""
-        return self.kind.json_type is bool
-
-    @property
     def is_ignored_with_kube_proxy_document(self) -> bool:
         """Whether kube-proxy ignores the flag if it has a configuration file. It still reads
         --hostname-override, --master and its logging flags.
