@@ -45,7 +45,7 @@ class BackgroundCollector:
         self,
         count_traffic: Callable[[Pause], TrafficStats],
         format_traffic: Callable[[TrafficStats], list[str]],
-        refresh: Callable[[], None] = lambda: None,
+        refresh: Callable[[], None],
     ) -> None:
         self._count_traffic, self._format_traffic = count_traffic, format_traffic
         self._refresh = refresh

@@ -180,7 +180,7 @@ CHUNK_ROWS = 512
 
 
 def stream_table(
-    values: Iterable[Any], columns: Sequence[Column], wide: bool = False, titles: bool = True, limit: int = 0
+    values: Iterable[Any], columns: Sequence[Column], wide: bool, titles: bool = True, limit: int = 0
 ) -> Iterator[str]:
     """Yields a line of `titles`, then the lines of each row. A column is as wide as its longest cell,
     or narrower if that keeps to `limit`; 0: none.
