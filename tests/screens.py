@@ -86,7 +86,7 @@ def record(arguments: list[str], columns: int, environment: Mapping[str, str], e
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        env={**environment, "TERM": "xterm-256color", "KBPF_PAGER": "cat", "LANG": "C.UTF-8"},
+        env={**environment, "TERM": "xterm-256color", "LANG": "C.UTF-8"},
     )
     os.close(theirs)
     output = bytearray()

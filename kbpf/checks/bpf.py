@@ -7,6 +7,7 @@ To check a new kernel feature, add a function to kernel/bpf/probe.py and a row h
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +30,8 @@ from kbpf.kernel.bpf.uapi import (
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import mounts
 
+_needed_row: Final = partial(make_row, needed=True)
+
 ROOT_HINT: Final = "run as root, or give the container CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON, CAP_SYS_ADMIN"
 
 
@@ -40,24 +43,22 @@ def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
     # Without libbpf no call of bpf(2) can be tried; its row then says all there is to say.
     can_load = library.result == "yes"
     if can_load:
-        yield make_row(Check.BPF_SYSCALL, probe.probe_map(uapi.BPF_MAP_TYPE_ARRAY), ROOT_HINT)
+        yield _needed_row(Check.BPF_SYSCALL, probe.probe_map(uapi.BPF_MAP_TYPE_ARRAY), ROOT_HINT)
     yield _check_bpffs(pin_dir)
     yield _check_compiler(cache)
     cgroup_row, root = _check_cgroup(cgroup)
     yield cgroup_row
     if can_load:
         yield _check_features(root)
-        yield from sum_up(map(_check_hook, HOOKS))
-        yield from sum_up(
-            make_row(Check.OPTIONAL, result, advice, needed=False, subject=name)
-            for name, result, advice in _try_optional_features()
-        )
+        yield from sum_up(Check.HOOK, {hook.name: _check_hook(hook) for hook in HOOKS})
+        optional = {name: make_row(name, result, advice) for name, result, advice in _try_optional_features()}
+        yield from sum_up(Check.OPTIONAL, optional)
 
 
 def _check_capabilities() -> CheckRow:
     missing = probe.missing_capabilities()
     probe_result = Probe(not missing, f"missing {', '.join(missing)}" if missing else "")
-    return make_row(Check.PRIVILEGES, probe_result, ROOT_HINT)
+    return _needed_row(Check.PRIVILEGES, probe_result, ROOT_HINT)
 
 
 def _check_libbpf() -> CheckRow:
@@ -65,7 +66,7 @@ def _check_libbpf() -> CheckRow:
         probe_result, detail = Probe(True), syscalls.version()
     except KernelError as error:
         probe_result, detail = Probe(False, str(error)), ""
-    return make_row(Check.LIBBPF, probe_result, "install libbpf1", detail=detail)
+    return _needed_row(Check.LIBBPF, probe_result, "install libbpf1", detail=detail)
 
 
 def _check_bpffs(pin_dir: Path) -> CheckRow:
@@ -75,12 +76,12 @@ def _check_bpffs(pin_dir: Path) -> CheckRow:
             ancestor = ancestor.parent
         mounted = mounts.is_bpffs(ancestor)
     except OSError as error:
-        return make_row(Check.BPFFS, Probe(None, f"{ancestor}: {error.strerror}"), ROOT_HINT)
+        return _needed_row(Check.BPFFS, Probe(None, f"{ancestor}: {error.strerror}"), ROOT_HINT)
     if mounted:
-        return make_row(Check.BPFFS, Probe(True), "", detail=f"{pin_dir} is on a bpffs")
+        return _needed_row(Check.BPFFS, Probe(True), detail=f"{pin_dir} is on a bpffs")
     supported = "bpf" in Path("/proc/filesystems").read_text().split()
     detail = "not mounted; the agent mounts it" if supported else "the kernel does not support it"
-    return make_row(Check.BPFFS, Probe(supported), "the kernel needs CONFIG_BPF_SYSCALL", detail=detail)
+    return _needed_row(Check.BPFFS, Probe(supported), "the kernel needs CONFIG_BPF_SYSCALL", detail=detail)
 
 
 def _check_compiler(cache: Path) -> CheckRow:
@@ -89,14 +90,14 @@ def _check_compiler(cache: Path) -> CheckRow:
     try:
         compiled = all(artifact.find(unit, cache, toolchain) is not None for unit in UNITS)
     except CompileError as error:
-        return make_row(Check.SOURCES, Probe(False, str(error)), "reinstall kbpf")
+        return _needed_row(Check.SOURCES, Probe(False, str(error)), "reinstall kbpf")
     # `toolchain` is the text of BCC's version.py and the names of its libraries.
     version = re.search(r"__version__ = '([^']+)'", toolchain or "")
     llvm = sorted(set(re.findall(r"libLLVM-(\d+)", toolchain or "")))
     missing = "" if llvm else "no LLVM" if toolchain else "no BCC"
     compiler = missing or f"BCC {version[1] if version else ''}, LLVM {', '.join(llvm)}"
     found = f"programs in {cache}" if compiled else f"no programs in {cache}"
-    return make_row(
+    return _needed_row(
         Check.COMPILER,
         Probe(compiled or not missing, f"{compiler}; {found}"),
         f"install python3-bpfcc, or put artifacts into {cache} with `kbpf compile`",
@@ -108,10 +109,10 @@ def _check_cgroup(cgroup: Path | None) -> tuple[CheckRow, Path | None]:
     try:
         root = cgroup or mounts.find_cgroup_root()
     except KernelError as error:
-        return make_row(Check.CGROUP, Probe(False, error.what), error.hint), None
+        return _needed_row(Check.CGROUP, Probe(False, error.what), error.hint), None
     works = mounts.is_cgroup2(root)
     result = Probe(works, "" if works else f"{root} is not on one")
-    row = make_row(Check.CGROUP, result, "set --cgroup to a folder on it", detail=str(root))
+    row = _needed_row(Check.CGROUP, result, "set --cgroup to a folder on it", detail=str(root))
     return row, root if works else None
 
 
@@ -133,8 +134,8 @@ def _check_features(cgroup: Path | None) -> CheckRow:
         result = try_feature()
         if not result.works:
             missing = Probe(result.works, f"{name}: {result.reason}")
-            return make_row(Check.FEATURES, missing, "use Linux 5.10 or newer")
-    return make_row(Check.FEATURES, Probe(True), "", detail=", ".join(features))
+            return _needed_row(Check.FEATURES, missing, "use Linux 5.10 or newer")
+    return _needed_row(Check.FEATURES, Probe(True), detail=", ".join(features))
 
 
 def _check_hook(hook: Hook) -> CheckRow:
@@ -143,7 +144,7 @@ def _check_hook(hook: Hook) -> CheckRow:
     else:
         result = probe.probe_program(hook.prog_type, hook.attach_type)
     advice = f"since Linux {hook.since_kernel}; used for {hook.purpose}"
-    return make_row(Check.HOOK, result, advice, hook.required, hook.purpose, subject=hook.name)
+    return make_row(Check.HOOK.of(hook.name), result, advice, hook.purpose, needed=hook.required)
 
 
 def _try_optional_features() -> Iterator[tuple[str, Probe, str]]:

@@ -38,6 +38,9 @@ NEEDS: Final = Part.SERVICES | Part.HOOKS | Part.STATUS | Part.PACKETS
 MAX_BACKENDS: Final = 64
 """Larger sets are not tested: each backend needs an address and a socket in the sandbox."""
 
+SEE_LOG: Final = "see the agent's log"
+_row: Final = partial(CheckRow, needed=True)
+
 SocketAddress = tuple[str, int]
 DialTarget = tuple[FrontendAddress, tuple[Backend, ...]]
 
@@ -77,22 +80,17 @@ def check_attached(inspection: Inspection, parent: Path | None = None) -> Iterat
         yield _not_attached_row(inspection)
         return
     missing = [f.name for f in inspection.hooks if f.required and not f.attached]
-    yield CheckRow(
-        Check.ATTACHED,
-        "no" if missing else "yes",
-        True,
-        ", ".join(missing) or "all needed hooks",
-        "start the agent: `kbpf run`" if missing else "",
-    )
     if missing:
+        yield _row(Check.ATTACHED, "no", ", ".join(missing), "start the agent: `kbpf run`")
         return
+    yield _row(Check.ATTACHED, "yes", "all needed hooks")
     connect = next(f for f in inspection.hooks if f.attached)
     if not connect.cgroup:
-        yield _unknown_row("the hooked cgroup is not visible here", "run it on the host")
+        yield _row(Check.DIAL, "unknown", "the hooked cgroup is not visible here", "run it on the host")
         return
     dial_targets = select_targets(inspection)
     if not dial_targets:
-        yield _unknown_row("no ClusterIP with backends is programmed", "create a Service and try again")
+        yield _row(Check.DIAL, "unknown", "no ClusterIP with backends is programmed", "create a Service and try again")
     cgroup = parent or Path(connect.cgroup)
     if inspection.socket_lb is SocketLb.HOST_NAMESPACE_ONLY:
         yield from _host_only_rows(dial_targets, inspection.host_netns, cgroup)
@@ -103,53 +101,47 @@ def check_attached(inspection: Inspection, parent: Path | None = None) -> Iterat
             destination, peer_name = _dial_in_sandbox(frontend, backends, cgroup)
         except KernelError as error:
             hint = "see `kbpf inspect service` and the agent's log"
-            yield CheckRow(Check.DIAL, "no", True, str(error), hint, subject=str(frontend))
+            yield _row(Check.DIAL.of(str(frontend)), "no", str(error), hint)
             continue
-        yield _dial_row(str(frontend), frontend, destination, peer_name, has_peer_name_hooks)
+        yield _dial_row(Check.DIAL.of(str(frontend)), frontend, destination, peer_name, has_peer_name_hooks)
 
 
 def _not_attached_row(inspection: Inspection) -> CheckRow:
     remaining = [f.name for f in inspection.hooks if f.attached]
-    return CheckRow(
-        Check.ATTACHED,
-        "no" if remaining else "yes",
-        True,
-        f"still attached: {', '.join(remaining)}" if remaining else "no hook, as --socket-lb off requires",
-        "restart the agent" if remaining else "",
-    )
+    if remaining:
+        return _row(Check.ATTACHED, "no", f"still attached: {', '.join(remaining)}", "restart the agent")
+    return _row(Check.ATTACHED, "yes", "no hook, as --socket-lb off requires")
 
 
 def _host_only_rows(dial_targets: Sequence[DialTarget], host_netns: int, cgroup: Path) -> Iterator[CheckRow]:
     """Sockets of the node must reach a backend, and sockets of another namespace must not."""
     if netns.read_cookie() != host_netns:
-        yield _unknown_row("not in the node's own network namespace", "run it on the host")
+        yield _row(Check.DIAL, "unknown", "not in the node's own network namespace", "run it on the host")
         return
     for frontend, backends in dial_targets:
         kind = socket.SOCK_STREAM if frontend.protocol is Protocol.TCP else socket.SOCK_DGRAM
         service_address = (format_addr(frontend.address), frontend.port)
-        check, subject = Check.DIAL, f"{frontend} from the host"
+        name = Check.DIAL.of(f"{frontend} from the host")
         try:
             destination, peer_name = _run_in_cgroup(
                 partial(dial.connect_without_packets, service_address, kind), cgroup, isolated=False
             )
         except KernelError as error:
-            yield CheckRow(check, "no", True, str(error), "see the agent's log", subject=subject)
+            yield _row(name, "no", str(error), SEE_LOG)
             continue
         if destination not in {(format_addr(b.address), b.port) for b in backends}:
             detail = f"arrived at {destination[0]} port {destination[1]}, which is not a backend"
-            yield CheckRow(check, "no", True, detail, "see the agent's log", subject=subject)
+            yield _row(name, "no", detail, SEE_LOG)
             continue
-        yield _dial_row(subject, frontend, destination, peer_name, has_peer_name_hooks=True)
+        yield _dial_row(name, frontend, destination, peer_name, has_peer_name_hooks=True)
     for frontend, backends in dial_targets[:1]:
-        check, subject = Check.NO_DIAL_FROM_POD, str(frontend)
+        not_from_pod = partial(_row, Check.NO_DIAL_FROM_POD.of(str(frontend)))
         try:
             destination, _ = _dial_in_sandbox(frontend, backends, cgroup)
         except KernelError:
-            detail = "not translated at connect(); left to the packet path"
-            yield CheckRow(check, "yes", True, detail, "", subject=subject)
+            yield not_from_pod("yes", "not translated at connect(); left to the packet path")
             continue
-        detail = f"arrived at {destination[0]} port {destination[1]}"
-        yield CheckRow(check, "no", True, detail, "see the agent's log", subject=subject)
+        yield not_from_pod("no", f"arrived at {destination[0]} port {destination[1]}", SEE_LOG)
 
 
 def _dial_in_sandbox(
@@ -181,12 +173,8 @@ def _run_in_cgroup(
     return tuple(destination), tuple(peer_name)
 
 
-def _unknown_row(reason: str, advice: str) -> CheckRow:
-    return CheckRow(Check.DIAL, "unknown", True, reason, advice)
-
-
 def _dial_row(
-    subject: str,
+    name: str,
     frontend: FrontendAddress,
     destination: SocketAddress,
     peer_name: SocketAddress,
@@ -196,8 +184,8 @@ def _dial_row(
     detail = f"arrived at {destination[0]} port {destination[1]}"
     if peer_name != service_address and (has_peer_name_hooks or frontend.protocol is Protocol.UDP):
         detail += f", but getpeername() shows {peer_name[0]} port {peer_name[1]}"
-        return CheckRow(Check.DIAL, "no", True, detail, "see the agent's log", subject=subject)
-    return CheckRow(Check.DIAL, "yes", True, detail, "", subject=subject)
+        return _row(name, "no", detail, SEE_LOG)
+    return _row(name, "yes", detail)
 
 
 def _dial(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why mode auto uses IPVS: the checks of `kbpf check` give the reason for an error of BPF."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -24,7 +24,7 @@ class FallbackReason(StrEnum):
     ATTACH_FAILED = "attach failure"
 
 
-REASON_BY_CHECK: Final = {
+REASON_BY_CHECK: Final[Mapping[str, FallbackReason]] = {
     Check.PRIVILEGES: FallbackReason.NO_PRIVILEGES,
     Check.LIBBPF: FallbackReason.NO_LIBRARY,
     Check.BPF_SYSCALL: FallbackReason.NO_BPF,
@@ -53,7 +53,7 @@ def fallback_reason(error: KbpfError, rows: Sequence[CheckRow]) -> FallbackReaso
     # First: a failed check names the cause, an error often only a symptom.
     for row in rows:
         if row.needed and row.result != "yes":
-            return REASON_BY_CHECK.get(row.check, FallbackReason.NO_FEATURE)
+            return REASON_BY_CHECK.get(row.name, FallbackReason.NO_FEATURE)
     return next((reason for error_type, reason in REASON_BY_ERROR if isinstance(error, error_type)), None)
 
 

@@ -36,6 +36,10 @@ SCHEDULERS: Final = {
 }
 
 
+_required_row: Final = partial(make_row, ipvs=True)
+"""A row without which mode ipvs does not work."""
+
+
 def rows() -> Iterator[CheckRow]:
     """Yields all rows, in the order in which the agent would meet what they check."""
     if "CAP_NET_ADMIN" in probe.missing_capabilities():
@@ -51,17 +55,16 @@ def rows() -> Iterator[CheckRow]:
         "the kernel needs CONFIG_IP_VS_NFCT; without it sources cannot be masqueraded",
     )
     probe_scheduler = partial(_probe_scheduler, is_loaded=ipvs_probe.works is True)
-    yield from sum_up(
-        make_row(
-            Check.IPVS_SCHEDULER,
+    schedulers = {
+        name: make_row(
+            Check.IPVS_SCHEDULER.of(name),
             probe_scheduler(name),
             f"the kernel needs CONFIG_IP_VS_{name.upper()}; {consequence}",
-            needed=False,
             ipvs=name == "rr",
-            subject=name,
         )
         for name, consequence in SCHEDULERS.items()
-    )
+    }
+    yield from sum_up(Check.IPVS_SCHEDULER, schedulers)
     yield _required_row(Check.DUMMY, _probe_module("dummy", _try_device), "the kernel needs CONFIG_DUMMY")
     nft_probe = forward_rules.probe_nf_tables()
     yield _required_row(
@@ -74,20 +77,13 @@ def rows() -> Iterator[CheckRow]:
             Check.INPUT_CHAINS,
             _probe_input(),
             "accept packets to Service addresses and NodePorts: IPVS takes them from INPUT",
-            needed=False,
         )
     yield make_row(
         Check.BRIDGE_NETFILTER,
         _probe_bridge_netfilter(),
         "modprobe br_netfilter and set net.bridge.bridge-nf-call-iptables to 1, or pods behind one "
         "bridge cannot reach each other through Services",
-        needed=False,
     )
-
-
-def _required_row(check: Check, result: Probe, advice: str) -> CheckRow:
-    """A row without which mode ipvs does not work."""
-    return make_row(check, result, advice, needed=False, ipvs=True)
 
 
 def _probe_ipvs() -> tuple[Probe, str]:

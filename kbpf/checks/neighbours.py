@@ -6,6 +6,7 @@ What a program on a device does is tried with a packet (hook_probe.py): its plac
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
 from kbpf.dataplane.bpf.programs import foreign, hook_probe, unpinned
 from kbpf.dataplane.bpf.programs.hook_probe import ORDER_HINT, Point, ProbeOutcome
-from kbpf.errors import KernelError
+from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel.bpf import syscalls
 from kbpf.kernel.bpf.tc import Runner
 from kbpf.kernel.net.devices import list_devices
@@ -35,7 +36,7 @@ def kube_proxy_row() -> CheckRow:
     line, advice = detect.describe(state)
     works = None if state.unreadable else not line
     detail = line or state.unreadable or "none runs here, and none has left rules"
-    return make_row(Check.KUBE_PROXY, Probe(works, detail), advice, needed=False)
+    return make_row(Check.KUBE_PROXY, Probe(works, detail), advice)
 
 
 def mark_chain_rows(folder: Path = CNI_FOLDER) -> Iterator[CheckRow]:
@@ -50,7 +51,7 @@ def mark_chain_rows(folder: Path = CNI_FOLDER) -> Iterator[CheckRow]:
     if names:
         what = f"kube-proxy's chain {MARK_CHAIN}: without it, pods with hostPorts do not start"
         advice = "remove externalSetMarkChain there: the plugin then has a chain of its own"
-        yield CheckRow(Check.KUBE_PROXY, "no", False, f"{', '.join(names)} names {what}", advice)
+        yield CheckRow(Check.KUBE_PROXY, "no", f"{', '.join(names)} names {what}", advice)
 
 
 def refusal_rows(pin_dir: Path, cgroup: Path | None, packet_path: bool = True) -> Iterator[CheckRow]:
@@ -64,7 +65,7 @@ def refusal_rows(pin_dir: Path, cgroup: Path | None, packet_path: bool = True) -
         reason = str(error)
     if reason:
         for check in (Check.BALANCERS, Check.OTHER_KBPF):
-            yield make_row(check, Probe(None, reason), "", needed=False)
+            yield make_row(check, Probe(None, reason))
         return
     yield balancer_row(pin_dir, root)
     yield other_kbpf_row(pin_dir, root, packet_path)
@@ -74,11 +75,8 @@ def balancer_row(pin_dir: Path, cgroup: Path) -> CheckRow:
     pins = pinning.Pins(pin_dir)
     error = foreign.find_balancer(pins, cgroup)
     if error is None:
-        return make_row(Check.BALANCERS, Probe(True), "", detail="none at kbpf's hooks")
-    detail, is_serving = f"{error.what} ({error.where})", unpinned.serves_already(pins)
-    if is_serving:
-        detail += "; kbpf serves as well, so both decide about the same connections"
-    return make_row(Check.BALANCERS, Probe(False, detail), error.hint, needed=not is_serving)
+        return CheckRow(Check.BALANCERS, "yes", "none at kbpf's hooks", needed=True)
+    return _refusal_row(Check.BALANCERS, error, pins)
 
 
 def other_kbpf_row(pin_dir: Path, cgroup: Path, packet_path: bool = True) -> CheckRow:
@@ -86,20 +84,25 @@ def other_kbpf_row(pin_dir: Path, cgroup: Path, packet_path: bool = True) -> Che
     programs = unpinned.find_lasting(pins, cgroup, packet_path)
     if not programs:
         devices = " and the devices of this network namespace" if packet_path else ""
-        detail = f"none at {cgroup}{devices}"
-        return make_row(Check.OTHER_KBPF, Probe(True), "", detail=detail)
-    error = unpinned.describe_unpinned(programs, pin_dir)
+        return CheckRow(Check.OTHER_KBPF, "yes", f"none at {cgroup}{devices}", needed=True)
+    return _refusal_row(Check.OTHER_KBPF, unpinned.describe_unpinned(programs, pin_dir), pins)
+
+
+def _refusal_row(check: Check, error: KbpfError, pins: pinning.Pins) -> CheckRow:
     detail, is_serving = f"{error.what} ({error.where})", unpinned.serves_already(pins)
     if is_serving:
         detail += "; this kbpf serves as well, so both decide about the same connections"
-    return make_row(Check.OTHER_KBPF, Probe(False, detail), error.hint, needed=not is_serving)
+    return CheckRow(check, "no", detail, error.hint, needed=not is_serving)
 
 
 def foreign_rows(inspection: Inspection) -> Iterator[CheckRow]:
     """Yields a row for each program of another load balancer at the same hooks."""
     cgroup = next((Path(f.cgroup) for f in inspection.hooks if f.attached and f.cgroup), None)
     for line in foreign.format_lines(foreign.find_all(Path(inspection.location), cgroup)):
-        yield CheckRow(Check.FOREIGN_PROGRAMS, "no", False, line, "see docs/troubleshoot.md")
+        yield CheckRow(Check.FOREIGN_PROGRAMS, "no", line, "see docs/troubleshoot.md")
+
+
+_packet_row: Final = partial(CheckRow, needed=True)
 
 
 def packet_rows(inspection: Inspection) -> Iterator[CheckRow]:
@@ -111,24 +114,24 @@ def packet_rows(inspection: Inspection) -> Iterator[CheckRow]:
     cookie = netns.read_cookie()
     if inspection.host_netns and cookie is not None and cookie != inspection.host_netns:
         reason = "the agent's devices are in another network namespace"
-        yield CheckRow(Check.PACKETS, "unknown", True, reason, "run it on the host")
+        yield _packet_row(Check.PACKETS, "unknown", reason, "run it on the host")
         return
     try:
         outcomes = tuple(_probe_devices(inspection))
     except KernelError as error:
-        yield CheckRow(Check.PACKETS, "unknown", True, str(error), error.hint)
+        yield _packet_row(Check.PACKETS, "unknown", str(error), error.hint)
         return
     missed = [outcome for outcome in outcomes if not outcome.reached]
     devices = {outcome.point.device.name for outcome in outcomes}
     if not outcomes:
         advice = "see `kbpf inspect devices` and the agent's log"
-        yield CheckRow(Check.PACKETS, "no", True, "no device has kbpf's programs", advice)
+        yield _packet_row(Check.PACKETS, "no", "no device has kbpf's programs", advice)
     elif not missed:
         detail = f"kbpf's programs see them at ingress and egress; tried on {len(devices)} devices"
-        yield CheckRow(Check.PACKETS, "yes", True, detail, "")
+        yield _packet_row(Check.PACKETS, "yes", detail)
     for outcome in missed:
         where = f"{outcome.point.direction} of {outcome.point.device.name}"
-        yield CheckRow(Check.PACKETS, "no", True, describe_outcome(outcome), advise(outcome), subject=where)
+        yield _packet_row(Check.PACKETS.of(where), "no", describe_outcome(outcome), advise(outcome))
 
 
 def _probe_devices(inspection: Inspection) -> Iterator[ProbeOutcome]:

@@ -30,8 +30,6 @@ PROC: Final = Path("/proc")
 RP_FILTER_STRICT: Final = 1
 """rp_filter 1: a packet is dropped unless the route to its source uses the device it arrived on."""
 
-PortRange = tuple[int, int]
-
 
 def check_packet_path(pin_dir: Path, proc: Path = PROC) -> Iterator[CheckRow]:
     """Yields all rows, in the order in which a packet would meet what they check. `proc`: where
@@ -41,7 +39,7 @@ def check_packet_path(pin_dir: Path, proc: Path = PROC) -> Iterator[CheckRow]:
     yield _sctp_row(proc)
     settings = read_settings(pin_dir)
     yield _ports_row((settings.low, settings.high), proc)
-    yield from sum_up(_forwarding_rows(proc))
+    yield from sum_up(Check.IP_FORWARDING, dict(_forwarding_rows(proc)))
     yield _forwarding_mode_row(settings.flags)
     yield _forward_rows(settings.mark)[0]
     yield _early_rules_row(pin_dir, settings.flags)
@@ -80,7 +78,6 @@ def _kernel_rows() -> Iterator[CheckRow]:
         Check.TC_PROGRAMS,
         programs,
         "the kernel needs CONFIG_NET_CLS_BPF and, to forward packets to other nodes, Linux 5.10",
-        needed=False,
         packets=True,
         detail="programs at ingress and egress of devices",
     )
@@ -90,7 +87,6 @@ def _kernel_rows() -> Iterator[CheckRow]:
         kfuncs.probe_conntrack(),
         "since Linux 6.1; without it --forwarding auto is stack; where firewalls have to see "
         "NodePorts before DNAT, use --mode ipvs instead",
-        needed=False,
         detail="--forwarding auto is netfilter",
     )
 
@@ -101,9 +97,7 @@ def _attach_rows() -> Iterator[CheckRow]:
     """
     links = tc.probe_tcx()
     if links.works:
-        yield make_row(
-            Check.TCX, links, "", needed=False, detail="runs together with other programs; a pin keeps it attached"
-        )
+        yield CheckRow(Check.TCX, "yes", "runs together with other programs; a pin keeps it attached")
         return
     fallback = f"{links.reason}: filters on clsact qdiscs are used instead (tc filter show)"
     advice = (
@@ -111,19 +105,19 @@ def _attach_rows() -> Iterator[CheckRow]:
         "CONFIG_NET_CLS_BPF, deleting a device's clsact qdisc detaches kbpf from it, and Pods with "
         "kubernetes.io/egress-bandwidth see their clients' own addresses (docs/limits.md)"
     )
-    yield make_row(Check.TCX, Probe(links.works, fallback), advice, needed=False)
+    yield make_row(Check.TCX, Probe(links.works, fallback), advice)
 
 
 def _sctp_row(proc: Path) -> CheckRow:
     # Read the list of protocols: opening an SCTP socket would load the module.
     try:
-        is_loaded = any(line.startswith("SCTP") for line in _read_text(proc / "net/protocols").splitlines())
+        is_loaded = any(line.startswith("SCTP") for line in (proc / "net/protocols").read_text().splitlines())
     except OSError as error:
-        return make_row(Check.SCTP, _unknown_probe(error), "", needed=False)
+        return make_row(Check.SCTP, _unknown_probe(error))
     detail = "clients and servers on this node may use SCTP"
     if not is_loaded:
         detail = "the module is not loaded; SCTP between other hosts is balanced nevertheless"
-    return make_row(Check.SCTP, Probe(is_loaded, detail), "", needed=False)
+    return make_row(Check.SCTP, Probe(is_loaded, detail))
 
 
 # ---- settings of the node ------------------------------------------------------------------------
@@ -167,7 +161,7 @@ def _forwarding_mode_row(flags: NodeFlag) -> CheckRow:
         )
     if NodeFlag.NETFILTER in flags:
         detail = "netfilter: conntrack translates new connections from outside, after raw and mangle PREROUTING"
-    return make_row(Check.FORWARDING_MODE, Probe(True), "", needed=False, detail=detail)
+    return CheckRow(Check.FORWARDING_MODE, "yes", detail)
 
 
 def _early_rules_row(pin_dir: Path, flags: NodeFlag) -> CheckRow:
@@ -177,7 +171,7 @@ def _early_rules_row(pin_dir: Path, flags: NodeFlag) -> CheckRow:
     external_ports = host.read_external_ports(Pins(pin_dir), in_conntrack)
     if in_conntrack and not external_ports:
         detail = "in force: they see packets for NodePorts and VIPs before conntrack translates"
-        return make_row(check, Probe(True), "", needed=False, detail=detail)
+        return CheckRow(check, "yes", detail)
     chains, unreadable = pre_dnat_rules.find_legacy_chains()
     reasons = []
     try:
@@ -189,12 +183,12 @@ def _early_rules_row(pin_dir: Path, flags: NodeFlag) -> CheckRow:
         reasons.insert(0, f"{node.join_names(unreadable)} cannot be read")
     if not chains and reasons:
         advice = f"run `kbpf check` where iptables-legacy-save is installed, or {node.ALTERNATIVE_HINT}"
-        return CheckRow(check, "unknown", False, "; ".join(reasons), advice if unreadable else "")
+        return CheckRow(check, "unknown", "; ".join(reasons), advice if unreadable else "")
     if not chains:
-        return make_row(check, Probe(True), "", needed=False, detail="none may protect NodePorts or VIPs")
+        return CheckRow(check, "yes", "none may protect NodePorts or VIPs")
     names = node.join_names(chains)
     detail = f"bypassed by the packet path, so they protect no NodePort or VIP: {names}"
-    return CheckRow(check, "no", False, "; ".join((detail, *reasons)), node.ALTERNATIVE_HINT)
+    return CheckRow(check, "no", "; ".join((detail, *reasons)), node.ALTERNATIVE_HINT)
 
 
 def _forward_rows(mark: int) -> tuple[CheckRow, CheckRow]:
@@ -209,81 +203,68 @@ def _forward_rows(mark: int) -> tuple[CheckRow, CheckRow]:
         # A kernel without nf_tables has no such chains; a missing library only hides them.
         advice = f"install python3-nftables; or, if FORWARD drops or rejects, {accept_advice}"
         library_missing = "python3" in nft_probe.reason
-        row = CheckRow(check, "unknown", False, nft_probe.reason, advice if library_missing else "")
+        row = CheckRow(check, "unknown", nft_probe.reason, advice if library_missing else "")
         return row, row
     try:
         closed = [str(chain) for chain in forward_rules.list_forward_chains() if chain.is_closed]
         foreign = [*forward_rules.list_other_drop_chains(), *forward_rules.list_legacy_families()]
     except KernelError as error:
-        row = CheckRow(check, "unknown", False, str(error), error.hint)
+        row = CheckRow(check, "unknown", str(error), error.hint)
         return row, row
     if foreign:
         locations = ", ".join(source if " " in source else f"{source} filter (iptables-legacy)" for source in foreign)
         detail = f"the agent does not read {locations}, which may drop"
         return (
-            CheckRow(check, "no", False, f"{detail} masqueraded packets", accept_advice),
-            CheckRow(check, "no", False, f"{detail} forwarded packets", ""),
+            CheckRow(check, "no", f"{detail} masqueraded packets", accept_advice),
+            CheckRow(check, "no", f"{detail} forwarded packets"),
         )
     if not closed:
-        row = make_row(check, Probe(True), "", needed=False, detail="no chain drops by default")
+        row = CheckRow(check, "yes", "no chain drops by default")
         return row, row
     detail = f"drops by default: {', '.join(closed)}"
     ours = f"{detail}; the agent keeps a rule there for masqueraded packets"
     return (
-        make_row(check, Probe(True), "", needed=False, detail=ours),
-        CheckRow(check, "unknown", False, f"{detail}; passes where a rule there accepts it", ""),
+        CheckRow(check, "yes", ours),
+        CheckRow(check, "unknown", f"{detail}; passes where a rule there accepts it"),
     )
 
 
-def _ports_row(ports: PortRange, proc: Path) -> CheckRow:
+def _ports_row(ports: tuple[int, int], proc: Path) -> CheckRow:
     check = Check.SNAT_PORTS
     try:
-        low, high = map(int, _read_text(proc / "sys/net/ipv4/ip_local_port_range").split())
-        reserved = _read_text(proc / "sys/net/ipv4/ip_local_reserved_ports")
+        low, high = map(int, (proc / "sys/net/ipv4/ip_local_port_range").read_text().split())
+        reserved = (proc / "sys/net/ipv4/ip_local_reserved_ports").read_text()
     except OSError as error:
-        return make_row(check, _unknown_probe(error), "", needed=False)
+        return make_row(check, _unknown_probe(error))
     first, last = max(ports[0], low), min(ports[1], high)
     text = f"{ports[0]} to {ports[1]}"
     if first > last:
-        return make_row(
-            check, Probe(True), "", needed=False, detail=f"{text}: sockets of this node use {low} to {high}"
-        )
+        return CheckRow(check, "yes", f"{text}: sockets of this node use {low} to {high}")
     if set(range(first, last + 1)) <= sysctl.parse_ports(reserved):
         detail = f"{text}: reserved, so that no socket gets one automatically"
-        return make_row(check, Probe(True), "", needed=False, detail=detail)
-    return make_row(
+        return CheckRow(check, "yes", detail)
+    return CheckRow(
         check,
-        Probe(
-            False,
-            f"{text}: sockets of this node may use {first} to {last} too; a "
-            "connection and a masqueraded one on the same port break each other",
-        ),
+        "no",
+        f"{text}: sockets of this node may use {first} to {last} too; a "
+        "connection and a masqueraded one on the same port break each other",
         f"the agent adds {ports[0]}-{ports[1]} to net.ipv4.ip_local_reserved_ports; where it must "
         "not, do it yourself, or keep net.ipv4.ip_local_port_range below",
-        needed=False,
     )
 
 
-def _forwarding_rows(proc: Path) -> Iterator[CheckRow]:
+def _forwarding_rows(proc: Path) -> Iterator[tuple[str, CheckRow]]:
+    """Yields a family and its row."""
     for name, key in (("IPv4", "ipv4/ip_forward"), ("IPv6", "ipv6/conf/all/forwarding")):
-        try:
-            enabled = int(_read_text(proc / "sys/net" / key)) != 0
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                outcome = Probe(None, f"this kernel has no {name}")
-            else:
-                outcome = _unknown_probe(error)
-            yield make_row(Check.IP_FORWARDING, outcome, "", needed=False, subject=name)
-            continue
         setting = f"net.{key.replace('/', '.')}"
-        reason = "" if enabled else f"{setting} = 0: the stack does not forward packets"
-        yield make_row(
-            Check.IP_FORWARDING,
-            Probe(enabled, reason),
-            f"sysctl -w {setting}=1, permanently in /etc/sysctl.d; most network plugins set it",
-            needed=False,
-            subject=name,
-        )
+        try:
+            enabled = int((proc / "sys/net" / key).read_text()) != 0
+            outcome = Probe(enabled, "" if enabled else f"{setting} = 0: the stack does not forward packets")
+        except OSError as error:
+            missing = Probe(None, f"this kernel has no {name}")
+            outcome = missing if error.errno == errno.ENOENT else _unknown_probe(error)
+        advice = f"sysctl -w {setting}=1, permanently in /etc/sysctl.d; most network plugins set it"
+        yield name, make_row(Check.IP_FORWARDING.of(name), outcome, advice)
 
 
 def _rp_filter_row(proc: Path) -> CheckRow:
@@ -291,16 +272,14 @@ def _rp_filter_row(proc: Path) -> CheckRow:
     try:
         strict = tuple(_strict_devices(proc))
     except (OSError, KernelError) as error:
-        return make_row(check, Probe(None, str(error)), ROOT_HINT, needed=False)
+        return make_row(check, Probe(None, str(error)), ROOT_HINT)
     if not strict:
         detail = "not strict (1) on any device to other machines"
-        return make_row(check, Probe(True), "", needed=False, detail=detail)
-    return make_row(
+        return CheckRow(check, "yes", detail)
+    return CheckRow(
         check,
-        Probe(True),
-        "",
-        needed=False,
-        detail=f"strict (1) on {', '.join(strict)}: a packet is dropped unless it arrives on the "
+        "yes",
+        f"strict (1) on {', '.join(strict)}: a packet is dropped unless it arrives on the "
         "device that routes to its source; harmless unless routes are asymmetric, then set it to 2",
     )
 
@@ -312,20 +291,16 @@ def _strict_devices(proc: Path) -> Iterable[str]:
     devices = list_devices()
     choices = decide_roles(devices)
     conf = proc / "sys/net/ipv4/conf"
-    overall = int(_read_text(conf / "all/rp_filter"))
+    overall = int((conf / "all/rp_filter").read_text())
     for device in devices:
         if choices[device.ifindex].role is not DeviceRole.HOST:
             continue
         try:
-            device_value = int(_read_text(conf / device.name / "rp_filter"))
+            device_value = int((conf / device.name / "rp_filter").read_text())
         except FileNotFoundError:
             continue  # the device was removed
         if max(device_value, overall) == RP_FILTER_STRICT:
             yield device.name
-
-
-def _read_text(path: Path) -> str:
-    return path.read_text()
 
 
 def _unknown_probe(error: OSError) -> Probe:

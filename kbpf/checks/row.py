@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of `kbpf check`, and a row: the result of one probe of the kernel or the node."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum, unique
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -55,73 +55,55 @@ class Check(StrEnum):
     OTHER_KBPF = "no other kbpf"
     KUBE_PROXY = "no kube-proxy"
 
+    def of(self, subject: str) -> str:
+        """The name of a row about one hook, address etc."""
+        return NAMES_WITH_SUBJECT[self].format(subject)
+
 
 NAMES_WITH_SUBJECT: Final = {
     Check.HOOK: "hook {}",
-    Check.OPTIONAL: "{}",
     Check.IP_FORWARDING: "{} forwarding",
     Check.IPVS_SCHEDULER: "IPVS scheduler {}",
     Check.DIAL: "dial {}",
     Check.NO_DIAL_FROM_POD: "leave {} from a pod",
     Check.PACKETS: "packets at {}",
 }
-"""What users see in a row about one hook, address etc."""
 
 
 class CheckRow(msgspec.Struct, frozen=True):
     """The result of one check.
 
-    `result` is "yes", "no" or "unknown". `needed`: mode bpf does not work without it. `packets`:
-    the packet path does not work without it. `ipvs`: mode ipvs does not work without it. `detail`
-    is what was found and what it means; `advice` is what to do about it, "" if nothing. `subject`:
-    which hook, address etc. was checked.
+    `name`: what was checked. `result` is ``yes``, ``no`` or ``unknown``, `detail` what was found
+    and what it means, and `advice` what to do about it, "" if nothing. Whether something does not
+    work without it: `needed`: mode bpf; `packets`: the packet path; `ipvs`: mode ipvs.
     """
 
-    check: Check
+    name: str
     result: str
-    needed: bool
     detail: str
-    advice: str
+    advice: str = ""
+    needed: bool = False
     packets: bool = False
     ipvs: bool = False
-    subject: str = ""
-
-    @property
-    def name(self) -> str:
-        """What users see."""
-        if not self.subject:
-            return str(self.check)
-        return NAMES_WITH_SUBJECT[self.check].format(self.subject)
 
 
-def make_row(
-    check: Check,
-    probe: Probe,
-    advice: str,
-    needed: bool = True,
-    detail: str = "",
-    *,
-    packets: bool = False,
-    ipvs: bool = False,
-    subject: str = "",
-) -> CheckRow:
-    """Makes a row from a probe. An unknown result shows the probe's reason and no advice."""
+def make_row(name: str, probe: Probe, advice: str = "", detail: str = "", **fields: Any) -> CheckRow:
+    """Makes a row from a probe, which shows its reason, or else `detail`, and `advice` only if it
+    does not work. `fields`: the others of CheckRow.
+    """
     result = {True: "yes", False: "no", None: "unknown"}[probe.works]
-    shown_advice = advice if probe.works is False else ""
-    return CheckRow(check, result, needed, probe.reason or detail, shown_advice, packets, ipvs, subject)
+    return CheckRow(name, result, probe.reason or detail, advice if probe.works is False else "", **fields)
 
 
-def sum_up(rows: Iterable[CheckRow]) -> Iterator[CheckRow]:
+def sum_up(check: Check, rows: Mapping[str, CheckRow]) -> Iterator[CheckRow]:
     """One row for all subjects of a check that work, and one for each that does not."""
-    rows = tuple(rows)
-    working = [row for row in rows if row.result == "yes"]
+    working = {subject: row for subject, row in rows.items() if row.result == "yes"}
     if working:
         yield CheckRow(
-            working[0].check,
+            check,
             "yes",
-            any(row.needed for row in working),
-            ", ".join(row.subject for row in working),
-            "",
-            ipvs=any(row.ipvs for row in working),
+            ", ".join(working),
+            needed=any(row.needed for row in working.values()),
+            ipvs=any(row.ipvs for row in working.values()),
         )
-    yield from (row for row in rows if row.result != "yes")
+    yield from (row for row in rows.values() if row.result != "yes")

@@ -96,7 +96,8 @@ def build_parser() -> argparse.ArgumentParser:
             *setting.aliases,
             dest=setting.name,
             help=setting.help,
-            **(_OPTIONAL_VALUE if setting.is_boolean else {"metavar": setting.kind.metavar}),
+            # A boolean flag without a value means `true`, as in kube-proxy.
+            **(_OPTIONAL_VALUE if setting.kind.json_type is bool else {"metavar": setting.kind.metavar}),
             action="append" if setting.kind.repeatable else "store",
         )
     for setting in REMOVED_SETTINGS:

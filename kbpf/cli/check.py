@@ -36,23 +36,6 @@ class CheckVerdict(msgspec.Struct, frozen=True):
     packets_missing: tuple[str, ...]
 
 
-class CheckItem(msgspec.Struct, frozen=True):
-    """A row as JSON and YAML show it.
-
-    `name`: what was checked. `result` is ``yes``, ``no`` or ``unknown``, `detail` what was found
-    and what it means, and `advice` what to do about it, "" if nothing. Whether something does not
-    work without it: `needed`: mode bpf; `packets`: the packet path; `ipvs`: mode ipvs.
-    """
-
-    name: str
-    result: str
-    needed: bool
-    detail: str
-    advice: str
-    packets: bool
-    ipvs: bool
-
-
 def compute_verdict(check_rows: Sequence[CheckRow], proof: Sequence[CheckRow] | None = None) -> CheckVerdict:
     """Computes the verdict. "unknown" counts as missing for mode bpf, but not for mode ipvs: its
     kernel modules may be available even if that cannot be tested from here.
@@ -63,7 +46,7 @@ def compute_verdict(check_rows: Sequence[CheckRow], proof: Sequence[CheckRow] | 
     ipvs = [row for row in check_rows if row.ipvs]
     ipvs_missing = tuple(row.name for row in ipvs if row.result == "no")
     fallback_mode = "ipvs" if ipvs and not ipvs_missing else "none"
-    is_refused = any(row.check in REFUSALS and row.needed and row.result == "no" for row in check_rows)
+    is_refused = any(row.name in REFUSALS and row.needed and row.result == "no" for row in check_rows)
     mode = "none" if is_refused else fallback_mode if missing else "bpf"
     return CheckVerdict(
         usable=mode != "none",
@@ -74,11 +57,6 @@ def compute_verdict(check_rows: Sequence[CheckRow], proof: Sequence[CheckRow] | 
         packet_path=not missing and not packets_missing,
         packets_missing=packets_missing,
     )
-
-
-def build_item(row: CheckRow) -> CheckItem:
-    """The row with the name of its check."""
-    return CheckItem(row.name, row.result, row.needed, row.detail, row.advice, row.packets, row.ipvs)
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -146,13 +124,13 @@ COLUMNS: Final = (
 )
 
 
-KIND: Final = Kind("CheckList", CheckItem, CheckVerdict, item_name=lambda item: item.name)
+KIND: Final = Kind("CheckList", CheckRow, CheckVerdict, item_name=lambda item: item.name)
 
 
 def build_page(verdict: CheckVerdict, rows: Sequence[CheckRow]) -> Page:
     return Page(
         KIND,
-        map(build_item, rows),
+        rows,
         text=lambda wide: format_page(verdict, rows),
         summary=verdict,
         ok=verdict.usable and verdict.attached is not False,

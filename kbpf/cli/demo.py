@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import typer
 
@@ -107,7 +107,7 @@ def result_kind() -> Kind:
 
 def format_page(outcome: "Outcome") -> str:
     """The end screen: what happened to the connections, and kbpf's explanation of the failures."""
-    lines = [format_table(outcome.loads, load_columns()), ""]
+    lines = [format_table(outcome.loads, LOAD_COLUMNS), ""]
     for load in outcome.loads:
         if load.without_agent:
             lines.append(f"{load.client} made {load.without_agent} connections while no agent ran")
@@ -128,25 +128,24 @@ def format_page(outcome: "Outcome") -> str:
     return "\n".join(lines)
 
 
-def load_columns() -> tuple[Column, ...]:
-    """The columns of the end screen: a row for each phase and client."""
-    return (
-        Column("PHASE", "phase"),
-        Column("CLIENT", "client"),
-        Column("TO", "service"),
-        Column("CONNECTIONS", "requests", right=True),
-        Column("FAILED", lambda load: str(load.failed - load.expected), right=True),
-        Column("REFUSED", "expected", right=True),
-        Column("CONNECT-P50", "connect_p50", format_milliseconds, right=True),
-        Column("CONNECT-P99", "connect_p99", format_milliseconds, right=True),
-    )
-
-
 def format_milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.2f}ms"
 
 
-def bar(share: float, width: int = BAR_WIDTH) -> str:
-    """A bar of this width, filled up to `share` (0 to 1)."""
+LOAD_COLUMNS: Final = (
+    Column("PHASE", "phase"),
+    Column("CLIENT", "client"),
+    Column("TO", "service"),
+    Column("CONNECTIONS", "requests", right=True),
+    Column("FAILED", lambda load: str(load.failed - load.expected), right=True),
+    Column("REFUSED", "expected", right=True),
+    Column("CONNECT-P50", "connect_p50", format_milliseconds, right=True),
+    Column("CONNECT-P99", "connect_p99", format_milliseconds, right=True),
+)
+"""Of the end screen: a row for each phase and client."""
+
+
+def bar(share: float) -> str:
+    """A bar of BAR_WIDTH characters, filled up to `share` (0 to 1)."""
     block = "█" if terminal.can_print("█") else "#"
-    return (block * round(share * width)).ljust(width)
+    return (block * round(share * BAR_WIDTH)).ljust(BAR_WIDTH)

@@ -6,7 +6,7 @@ runs: ObjectStore and DesiredStateBuilder.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 import msgspec
@@ -103,10 +103,9 @@ class WorldChange:
         found: list[Found] = [(None, row) for row in _compare_node_states(old_node_state, builder.node_state)]
         for key in sorted(changed):
             old, new = old_states.get(key), new_states.get(key)
-            explain_old = _make_explainer(self._old_store, old_node, config, key)
-            explain_new = _make_explainer(store, store.node, config, key)
-            rows = _compare_port(key, old, new, explain_old, explain_new)
-            found += [(key, row) for row in rows]
+            explain_old = partial(_explain, self._old_store, old_node, config, key)
+            explain_new = partial(_explain, store, store.node, config, key)
+            found += [(key, row) for row in _compare_port(key, old, new, explain_old, explain_new)]
         return found
 
 
@@ -160,21 +159,14 @@ def _compare_backend(
     return msgspec.structs.replace(row, pod=place.pod, node=end.node, zone=end.zone)
 
 
-def _make_explainer(store: ObjectStore, node: Node, config: Config, key: ServicePortKey) -> Callable[[], Explanations]:
-    def explain() -> Explanations:
-        service = store.service(key.service)
-        if service is None:
-            return {}
-        lines = explain_port(service, store.slices(key.service), node, config, key)
-        by_backend: dict[Backend, EndpointExplanation] = {}
-        for line in lines:
-            backend = Backend(line.endpoint.address, line.port, key.protocol)
-            is_used = line.cluster or line.local
-            if is_used or backend not in by_backend:  # several copies: the one that is used
-                by_backend[backend] = line
-        return by_backend
-
-    return explain
+def _explain(store: ObjectStore, node: Node, config: Config, key: ServicePortKey) -> Explanations:
+    service = store.service(key.service)
+    by_backend: dict[Backend, EndpointExplanation] = {}
+    for line in explain_port(service, store.slices(key.service), node, config, key) if service else ():
+        backend = Backend(line.endpoint.address, line.port, key.protocol)
+        if line.cluster or line.local or backend not in by_backend:  # several copies: the one that is used
+            by_backend[backend] = line
+    return by_backend
 
 
 # ---- sets ----------------------------------------------------------------------------------------
@@ -288,15 +280,19 @@ def _compare_settings(
             yield make_row(key, "setting", name, before=old_value, after=value)
 
 
+def _settings_of_node(state: DesiredState) -> dict[str, str]:
+    return {
+        "NodePort addresses": _format_addresses(state.node_addresses),
+        "SNAT addresses": _format_addresses(state.masquerade_addresses),
+        "pod networks": ", ".join(map(str, state.local_networks)),
+    }
+
+
 def _compare_node_states(old: DesiredState, new: DesiredState) -> Iterator[DifferenceRow]:
-    rows = (
-        ("NodePort addresses", *(_format_addresses(s.node_addresses) for s in (old, new))),
-        ("SNAT addresses", *(_format_addresses(s.masquerade_addresses) for s in (old, new))),
-        ("pod networks", *(", ".join(map(str, s.local_networks)) for s in (old, new))),
-    )
-    for name, before, after in rows:
-        if before != after:
-            yield make_row(None, "node", name, before=before, after=after)
+    before = _settings_of_node(old)
+    for name, value in _settings_of_node(new).items():
+        if before[name] != value:
+            yield make_row(None, "node", name, before=before[name], after=value)
 
 
 def _format_addresses(addresses: Iterable[bytes]) -> str:

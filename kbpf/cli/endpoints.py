@@ -12,7 +12,8 @@ import typer
 from kbpf.cli import options, render
 from kbpf.cli.options import DEFAULT, Output, OutputOption, PinDir, Watch
 from kbpf.errors import KbpfError
-from kbpf.model.inspection import Part
+from kbpf.model.address import format_addr
+from kbpf.model.inspection import Part, describe_conditions
 from kbpf.views import endpoints as view
 from kbpf.views.page import Page
 
@@ -32,8 +33,9 @@ NodeName = Annotated[
     str,
     typer.Option(
         "--hostname-override",
+        metavar="NAME",
         envvar="KBPF_HOSTNAME_OVERRIDE",
-        help="The node from which clients connect; by default that of the agent, or this machine.",
+        help="The node that this is about; by default that of the agent, or this machine.",
     ),
 ]
 
@@ -41,13 +43,11 @@ NodeName = Annotated[
 def endpoints(
     name: Name,
     namespace: options.Namespace = "",
-    labels: options.Labels = "",
     no_headers: options.NoHeaders = False,
     sort_by: options.SortBy = "",
     limit: options.Limit = 0,
     output: OutputOption = Output.TABLE,
     repeat: Watch = False,
-    no_pager: options.NoPager = False,
     kubeconfig: Kubeconfig = None,
     node: NodeName = "",
     pin_dir: PinDir = DEFAULT.pin_dir,
@@ -68,7 +68,7 @@ def endpoints(
         objects = one_service.read(cluster, service[0] or "default", service[1], node)
         return selection.apply(view.build_page(list(build_rows(objects)), objects.errors))
 
-    render.show_or_watch(read, output, repeat, not no_headers, not no_pager)
+    render.show_or_watch(read, output, repeat, not no_headers)
 
 
 def own_node_name(pin_dir: Path) -> str:
@@ -92,12 +92,17 @@ def build_rows(objects: "ServiceObjects") -> Iterator[view.EndpointRow]:
         for family in sorted({slice_.family for slice_ in slices}):
             selection = select_endpoints(slices, port, service, objects.node, family)
             for line in selection.explain():
-                yield view.make_row(
+                end = line.endpoint
+                yield view.EndpointRow(
                     port.name,
+                    format_addr(end.address),
                     line.port,
-                    line.endpoint,
                     line.pod,
-                    (line.cluster, line.local),
+                    end.node,
+                    end.zone,
+                    describe_conditions(end.ready, end.serving, end.terminating),
+                    line.cluster,
+                    line.local,
                     str(line.reason),
                     line.text,
                     line.slice_name,

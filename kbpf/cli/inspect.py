@@ -9,11 +9,10 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -31,10 +30,9 @@ from kbpf.cli.options import (
     StateDir,
     Watch,
 )
-from kbpf.config import durations
-from kbpf.errors import ConfigError, KbpfError, ObjectError
+from kbpf.errors import KbpfError, ObjectError
 from kbpf.model.address import Addr, parse_addr
-from kbpf.model.inspection import ConnectionQuery, Part
+from kbpf.model.inspection import ConnectionState, Part
 from kbpf.views import affinity, backends, failures, maps, programs, service, services, sources, status
 from kbpf.views.packet_path import connections, devices, nat
 from kbpf.views.page import Page
@@ -47,15 +45,15 @@ app = typer.Typer(
 # ---- filters -------------------------------------------------------------------------------------
 
 
-class ConnectionState(StrEnum):
-    """model.inspection.CONNECTION_STATES as an enum, because typer needs one."""
+def _parse_address(text: str) -> Addr | None:
+    try:
+        return parse_addr(text) if text else None
+    except ObjectError as error:
+        raise typer.BadParameter(error.what) from None
 
-    NEW = "new"
-    ESTABLISHED = "established"
-    CLOSING = "closing"
-    CLOSED = "closed"
-    ANSWERED = "answered"
-    UNPROVEN = "unproven"
+
+def _parse_since(text: str) -> float | None:
+    return options.parse_duration(text, "--since") if text else None
 
 
 Name = Annotated[
@@ -75,47 +73,27 @@ BackendName = Annotated[
     ),
 ]
 Service = Annotated[str, typer.Option("--service", metavar="NAMESPACE/NAME", help="Only to this Service.")]
-Client = Annotated[str, typer.Option("--client", metavar="ADDRESS", help="Only from this client.")]
-Backend = Annotated[str, typer.Option("--backend", metavar="ADDRESS", help="Only to this backend.")]
+Client = Annotated[
+    Addr | None,
+    typer.Option("--client", metavar="ADDRESS", parser=_parse_address, help="Only from this client."),
+]
+Backend = Annotated[
+    Addr | None,
+    typer.Option("--backend", metavar="ADDRESS", parser=_parse_address, help="Only to this backend."),
+]
 State = Annotated[ConnectionState | None, typer.Option("--state", help="Only in this state.")]
 Expired = Annotated[bool, typer.Option("--expired", help="Include expired connections.")]
 Pod = Annotated[str, typer.Option("--pod", metavar="NAMESPACE/NAME", help="Only of this Pod, as the client.")]
-Since = Annotated[str, typer.Option("--since", metavar="DURATION", help="Only of the last DURATION: 30s, 5m, 2h.")]
-
-
-def _failure_options(service: str, pod: str, since: str) -> dict[str, Any]:
-    try:
-        seconds = durations.parse(since, "--since") if since else 0.0
-    except ConfigError as error:
-        raise typer.BadParameter(f"{error.what}; {error.hint}", param_hint="--since") from None
-    return {"service": service, "pod": pod, "since": seconds}
-
-
-def _service_options(name: str, namespace: str, all_namespaces: bool) -> dict[str, Any]:
-    return {"name": name, "namespace": options.choose_namespace(name, namespace, all_namespaces)}
-
-
-def _connection_options(
-    service: str, client: str, backend: str, state: ConnectionState | None, expired: bool
-) -> dict[str, Any]:
-    query = ConnectionQuery(
-        service, _parse_address(client, "--client"), _parse_address(backend, "--backend"), str(state or ""), expired
-    )
-    return {"query": query}
-
-
-def _parse_address(text: str, option: str) -> Addr | None:
-    try:
-        return parse_addr(text) if text else None
-    except ObjectError as error:
-        raise typer.BadParameter(error.what, param_hint=option) from None
+Since = Annotated[
+    float | None,
+    typer.Option("--since", metavar="DURATION", parser=_parse_since, help="Only of the last DURATION: 30s, 5m, 2h."),
+]
 
 
 NAMESPACE: Final = {"namespace": (Namespace, ""), "all_namespaces": (AllNamespaces, False)}
 """The options of views whose rows are of Services."""
 
 LIST: Final = {
-    "labels": (options.Labels, ""),
     "no_headers": (options.NoHeaders, False),
     "sort_by": (options.SortBy, ""),
     "limit": (options.Limit, 0),
@@ -131,8 +109,7 @@ class View:
     """A subcommand.
 
     - `module`: of views/. The parts of its NEEDS are read; no other maps are opened, but those of
-      the agent's status. Its build_page() gets them and the filters, which `check_filters` may have
-      converted.
+      the agent's status. Its build_page() gets them and the filters.
     - `filters`: name → (type, default); a filter with the default ... is required.
     - `bpf_only`: an error in mode ipvs. `is_list`: rows with columns, not a text. `namespaced`:
       the rows are of Services.
@@ -142,7 +119,6 @@ class View:
     help: str
     module: Any
     filters: dict[str, tuple[Any, Any]]
-    check_filters: Callable[..., dict[str, Any]] = dict
     bpf_only: bool = True
     is_list: bool = True
     namespaced: bool = False
@@ -161,10 +137,10 @@ VIEWS: Final = (
         "service",
         "Show one Service: frontends, and endpoints with Pod, node, zone, state and traffic.",
         service,
-        {"name": (Name, Parameter.empty), **NAMESPACE},
-        _service_options,
+        {"name": (Name, Parameter.empty)},
         bpf_only=False,
         is_list=False,
+        namespaced=True,
     ),
     View(
         "backends",
@@ -186,12 +162,11 @@ VIEWS: Final = (
         connections,
         {
             "service": (Service, ""),
-            "client": (Client, ""),
-            "backend": (Backend, ""),
+            "client": (Client, None),
+            "backend": (Backend, None),
             "state": (State, None),
             "expired": (Expired, False),
         },
-        _connection_options,
         bpf_only=False,
         namespaced=True,
     ),
@@ -201,8 +176,7 @@ VIEWS: Final = (
         that fail in the same way are one row.
         """,
         failures,
-        {"service": (Service, ""), "pod": (Pod, ""), "since": (Since, "")},
-        _failure_options,
+        {"service": (Service, ""), "pod": (Pod, ""), "since": (Since, None)},
         namespaced=True,
     ),
     View(
@@ -240,7 +214,6 @@ VIEWS: Final = (
 SHARED: Final = {
     "output": (OutputOption, Output.TABLE),
     "repeat": (Watch, False),
-    "no_pager": (options.NoPager, False),
     "config": (ConfigFile, None),
     "pin_dir": (PinDir, DEFAULT.pin_dir),
     "state_dir": (StateDir, DEFAULT.state_dir),
@@ -253,12 +226,38 @@ def _make_command(view: View) -> Callable[..., None]:
     parameters = {**view.filters, **(NAMESPACE if view.namespaced else {}), **(LIST if view.is_list else {}), **SHARED}
 
     def command(
-        output: Output, config: object, pin_dir: Path, state_dir: Path, repeat: bool, no_pager: bool, **values: Any
+        output: Output,
+        config: object,
+        pin_dir: Path,
+        state_dir: Path,
+        repeat: bool,
+        no_headers: bool = False,
+        sort_by: str = "",
+        limit: int = 0,
+        **values: Any,
     ) -> None:
+        from kbpf.dataplane import reader as dataplane
+
         filters = {name: values[name] for name in view.filters}
-        folders = pin_dir, state_dir
-        chosen = Format(output, repeat, not values.get("no_headers", False), not no_pager)
-        _show(view, filters, folders, _selection(view, values), chosen)
+        namespace = "" if values.get("all_namespaces") else values.get("namespace", "")
+        if view.module is service:
+            options.split_name(filters["name"], namespace)  # refuses another namespace
+            filters["namespace"] = namespace
+        selection = Selection(namespace, sort_by, limit)
+        locations = dataplane.Locations.of_settings(pin_dir, state_dir)
+
+        def read() -> Page:
+            inspection = dataplane.read(locations, view.module.NEEDS, view.bpf_only)
+            page = selection.apply(view.module.build_page(inspection, **filters))
+            if view.module is status:
+                return page
+            with contextlib.suppress(KbpfError):  # an agent of another version may have pinned it
+                if Part.STATUS not in view.module.NEEDS:
+                    inspection = dataplane.read(locations, Part.STATUS)
+                page = replace(page, notes=(*page.notes, status.describe_age(inspection)))
+            return page
+
+        render.show_or_watch(read, output, repeat, not no_headers)
 
     command.__doc__ = view.help
     command.__annotations__ = {name: type_ for name, (type_, _) in parameters.items()}
@@ -269,45 +268,6 @@ def _make_command(view: View) -> Callable[..., None]:
         ]
     )
     return command
-
-
-def _selection(view: View, values: dict[str, Any]) -> Selection:
-    if not view.is_list:
-        return Selection()
-    is_chosen = view.namespaced and not values["all_namespaces"]
-    namespace = values["namespace"] if is_chosen else ""
-    return Selection(namespace, values["sort_by"], values["limit"])
-
-
-class Format(NamedTuple):
-    """How a page is shown."""
-
-    output: Output
-    repeat: bool
-    titles: bool
-    pager: bool
-
-
-def _show(
-    view: View, filters: dict[str, Any], folders: tuple[Path, Path], selection: Selection, chosen: Format
-) -> None:
-    from kbpf.dataplane import reader as dataplane
-
-    checked = view.check_filters(**filters)
-    locations = dataplane.Locations.of_settings(*folders)
-
-    def read() -> Page:
-        inspection = dataplane.read(locations, view.module.NEEDS, view.bpf_only)
-        page = selection.apply(view.module.build_page(inspection, **checked))
-        if view.module is status:
-            return page
-        with contextlib.suppress(KbpfError):  # an agent of another version may have pinned it
-            if Part.STATUS not in view.module.NEEDS:
-                inspection = dataplane.read(locations, Part.STATUS)
-            page = page.with_notes((*page.notes, status.describe_age(inspection)))
-        return page
-
-    render.show_or_watch(read, *chosen)
 
 
 for _view in VIEWS:

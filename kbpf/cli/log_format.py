@@ -19,7 +19,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Times are RFC 3339, UTC. The field `fault` has the traceback of an unexpected error."""
         document = {
-            "time": _format_time(record, "%Y-%m-%dT%H:%M:%SZ"),
+            "time": _format_time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": _format_message(record),
@@ -34,8 +34,7 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One line. A traceback follows only if kbpf itself failed unexpectedly."""
-        stamp = _format_time(record, "%Y-%m-%dT%H:%M:%SZ")
-        line = f"{stamp} {record.levelname} {record.name} {_format_message(record)}"
+        line = f"{_format_time(record)} {record.levelname} {record.name} {_format_message(record)}"
         return f"{line}\n{_format_traceback(self, record)}" if record.exc_info else line
 
 
@@ -60,5 +59,5 @@ def _format_traceback(formatter: logging.Formatter, record: logging.LogRecord) -
     return "\n".join(map(escape_unprintable, formatter.formatException(record.exc_info).split("\n")))
 
 
-def _format_time(record: logging.LogRecord, time_format: str) -> str:
-    return time.strftime(time_format, time.gmtime(record.created))
+def _format_time(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))

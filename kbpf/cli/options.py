@@ -11,13 +11,16 @@ the command reports the problem itself, with its own exit code.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
+from kbpf.config import durations
 from kbpf.errors import ConfigError
 from kbpf.model.config import Config
 from kbpf.views.page import Page
@@ -129,21 +132,14 @@ AllNamespaces = Annotated[bool, typer.Option("-A", "--all-namespaces", help="All
 NoHeaders = Annotated[bool, typer.Option("--no-headers", help="Leave out the titles of the columns.")]
 SortBy = Annotated[str, typer.Option("--sort-by", metavar="COLUMN", help="The column that orders the rows.")]
 Limit = Annotated[int, typer.Option("--limit", min=0, metavar="N", help="Show at most N rows; 0: all.")]
-NoPager = Annotated[
-    bool,
-    typer.Option("--no-pager", help="Print long output at once; on a terminal less shows it."),
-]
 
 
-def _refuse_labels(labels: str) -> str:
-    if labels:
-        raise typer.BadParameter(
-            f"the labels of Services are not stored on the node; `kubectl get services -A -l {labels}` lists the names"
-        )
-    return labels
-
-
-Labels = Annotated[str, typer.Option("-l", "--selector", hidden=True, callback=_refuse_labels)]
+def parse_duration(text: str, option: str) -> float:
+    """The seconds of the value of an option. Raises typer.BadParameter."""
+    try:
+        return durations.parse(text, option)
+    except ConfigError as error:
+        raise typer.BadParameter(f"{error.what}; {error.hint}", param_hint=option) from None
 
 
 def split_name(name: str, namespace: str) -> tuple[str, str]:
@@ -172,13 +168,17 @@ class Selection(NamedTuple):
 
     def apply(self, page: Page) -> Page:
         """The page with these rows. Raises typer.BadParameter."""
-        namespaces = page.kind.namespaces if self.namespace else None
-        keep = (lambda row: self.namespace in namespaces(row)) if namespaces else None
-        try:
-            page = page.refined(keep, self.sort_by, self.limit)
-        except KeyError:
-            titles = ", ".join(column.title for column in page.columns)
-            raise typer.BadParameter(f"no column {self.sort_by}; there are {titles}", param_hint="--sort-by") from None
-        if page.empty and self.namespace:
-            return page.with_empty(f"No resources found in {self.namespace} namespace.")
-        return page
+        rows, notes, empty = page.rows, page.notes, page.empty
+        if self.namespace and (namespaces := page.kind.namespaces):
+            rows = [row for row in rows if self.namespace in namespaces(row)]
+            empty = "" if rows else f"No resources found in {self.namespace} namespace."
+        if self.sort_by:
+            column = next((c for c in page.columns if c.title.lower() == self.sort_by.lower()), None)
+            if column is None:
+                titles = ", ".join(column.title for column in page.columns)
+                raise typer.BadParameter(f"no column {self.sort_by}; there are {titles}", param_hint="--sort-by")
+            rows = sorted(rows, key=column.sort_key)
+        if self.limit:
+            left_out = (len(rows) if isinstance(rows, Sequence) else page.total) - self.limit
+            rows, notes = islice(rows, self.limit), (f"and {left_out} more rows" if left_out > 0 else "", *notes)
+        return replace(page, rows=rows, notes=notes, empty=empty)

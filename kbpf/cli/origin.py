@@ -31,16 +31,6 @@ RunConfigFile = Annotated[
         help="The configuration file of `run`. Its settings apply, and say where the objects are.",
     ),
 ]
-NodeName = Annotated[
-    str,
-    typer.Option(
-        "--hostname-override",
-        metavar="NAME",
-        envvar="KBPF_HOSTNAME_OVERRIDE",
-        help="The node whose agent this stands for; by default that of the agent, or this machine.",
-    ),
-]
-
 MAX_REJECTED: Final = 20
 
 CLUSTER: Final = "cluster"

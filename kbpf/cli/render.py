@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders rows and pages as a table, JSON or YAML, with the same data in each format.
 
-Output is never truncated. Only on a terminal is it coloured, folded and paged (terminal.py). JSON
+Output is never truncated. Only on a terminal is it coloured and folded (terminal.py). JSON
 and YAML do not go through rich, which would wrap lines. Unprintable characters are escaped in the
 way of each format, because names and messages from objects must not be able to control the
 terminal.
@@ -10,8 +10,8 @@ terminal.
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, islice, zip_longest
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from typing import Any, Final
 
 import msgspec
@@ -20,12 +20,7 @@ import typer
 from kbpf.cli import terminal
 from kbpf.cli.options import Output
 from kbpf.errors import escape_unprintable
-from kbpf.views.page import API_VERSION, GAP, Column, Page
-
-SEPARATOR = "\0"
-"""Separates the packed cells of a row. escape_unprintable() removes it from texts."""
-CHUNK_ROWS = 512
-"""Number of rows that are formatted and measured at a time."""
+from kbpf.views.page import API_VERSION, Page, stream_table
 
 
 def format_document(value: Any, output: Output) -> str:
@@ -70,16 +65,15 @@ def render_page(page: Page, output: Output, titles: bool = True, limit: int = 0)
             yield page.text(output == Output.WIDE) + ("\n\n" if page.columns else "\n")
         if page.columns:
             wide = output == Output.WIDE
-            yield from _stream_table(page.rows, page.columns, wide, titles, limit)
+            yield from stream_table(page.rows, page.columns, wide, titles, limit)
 
 
-def show(page: Page, output: Output, titles: bool = True, pager: bool = False) -> None:
+def show(page: Page, output: Output, titles: bool = True) -> None:
     """Prints the page to stdout, and its notes to stderr. Raises typer.Exit(1) if it is not ok."""
     texts = render_page(page, output, titles, terminal.width())
-    with terminal.paged(pager) as stream:
-        coloured = output.is_text and terminal.uses_colour()
-        stream.writelines(map(terminal.colour, texts) if coloured else texts)
-        stream.flush()
+    coloured = output.is_text and terminal.uses_colour()
+    sys.stdout.writelines(map(terminal.colour, texts) if coloured else texts)
+    sys.stdout.flush()
     if page.empty and output.is_text:
         print(page.empty, file=sys.stderr)
     for note in filter(None, page.notes):
@@ -88,16 +82,14 @@ def show(page: Page, output: Output, titles: bool = True, pager: bool = False) -
         raise typer.Exit(1)
 
 
-def show_or_watch(
-    read: Callable[[], Page], output: Output, repeat: bool = False, titles: bool = True, pager: bool = True
-) -> None:
+def show_or_watch(read: Callable[[], Page], output: Output, repeat: bool, titles: bool) -> None:
     """Prints the page that `read` returns; with `repeat` again and again until Ctrl-C."""
     if repeat:
         if not output.is_text:
             raise typer.BadParameter("it requires -o table or wide", param_hint="--watch")
         limit = terminal.width
         watch(lambda: "".join(render_page(read(), output, titles, limit())).rstrip("\n"))
-    show(read(), output, titles, pager)
+    show(read(), output, titles)
 
 
 def _render_document(page: Page, output: Output) -> Iterator[str]:
@@ -132,41 +124,6 @@ def _stream_yaml(fields: dict[str, Any], items: Iterable[Any]) -> Iterator[str]:
         yield "items: []\n"
 
 
-def _stream_table(
-    values: Iterable[Any], columns: Sequence[Column], wide: bool, titles: bool, limit: int
-) -> Iterator[str]:
-    visible = [c for c in columns if wide or not c.wide]
-    widths = [len(c.title) for c in visible]
-    texts = [c.text for c in visible]
-    packed = [SEPARATOR.join(c.title for c in visible)]
-    rows = iter(values)
-    while chunk := [[escape_unprintable(text(row)) for text in texts] for row in islice(rows, CHUNK_ROWS)]:
-        chunk_widths = [max(map(len, cells)) for cells in zip(*chunk, strict=True)]
-        widths = list(map(max, widths, chunk_widths))
-        packed.extend(map(SEPARATOR.join, chunk))
-    is_narrowed = 0 < limit < sum(widths) + len(GAP) * (len(widths) - 1)
-    if is_narrowed:
-        widths = terminal.fit_widths(widths, _longest_words(packed, len(widths)), limit)
-    line_format = GAP.join(f"{{:{'>' if c.right else '<'}{w}}}" for c, w in zip(visible, widths, strict=True))
-    for line in packed[not titles :]:
-        cells = line.split(SEPARATOR)
-        if not is_narrowed:
-            yield line_format.format(*cells).rstrip() + "\n"
-            continue
-        folded = map(terminal.wrap, cells, widths)
-        for parts in zip_longest(*folded, fillvalue=""):
-            yield line_format.format(*parts).rstrip() + "\n"
-
-
-def _longest_words(packed: Iterable[str], count: int) -> list[int]:
-    """The length of the longest word of each of the `count` columns."""
-    longest = [0] * count
-    for line in packed:
-        words = (max(map(len, cell.split()), default=0) for cell in line.split(SEPARATOR))
-        longest = list(map(max, longest, words))
-    return longest
-
-
 def _render_names(page: Page) -> Iterator[str]:
     """The name of each item. The ports of a Service have one name, which is printed once."""
     if page.kind.item_name is None:
@@ -191,7 +148,7 @@ def watch(page: Callable[[], str], seconds: float = WATCH_SECONDS, takes_time: b
     from rich.live import Live
     from rich.text import Text
 
-    # rich's stand-in for stdout has no encoding: no sparkline could be printed.
+    # The page asks sys.stdout what it can show, and rich's stand-in has no encoding.
     with Live(screen=True, auto_refresh=False, redirect_stdout=False) as live:
         while True:
             text = f"{time.strftime('%H:%M:%S')}  every {seconds:g} s, Ctrl-C to quit\n\n{page()}"

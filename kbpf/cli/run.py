@@ -27,7 +27,6 @@ from kbpf.errors import KbpfError, KernelError, describe_unexpected_error
 from kbpf.kernel.system import children, process
 from kbpf.model.config import Config
 from kbpf.model.events import Kind, Synced
-from kbpf.serve.events import Post
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.server import AgentServer
 from kbpf.source.base import Source
@@ -98,15 +97,6 @@ def source_factory(config: Config, cluster: "Cluster | None") -> Callable[[Calla
     return make
 
 
-def _event_poster(cluster: "Cluster | None") -> Post | None:
-    """The function that sends Kubernetes Events; None without an API server."""
-    if cluster is None:
-        return None
-    from kbpf.source.api.transport import EventSink
-
-    return EventSink(cluster).post
-
-
 def run_agent(options: RunOptions, loaded: LoadedConfig, data: bytes | None) -> None:
     """Runs the agent until SIGTERM or SIGINT. What is programmed continues to serve afterwards.
 
@@ -142,14 +132,18 @@ def _run_agent(config: Config, options: RunOptions, loaded: LoadedConfig, data: 
     proxy_metrics = KubeProxyMetrics()
     cluster = connect(config, proxy_metrics.record_api_request)
     plane = select_data_plane(config, partial(fallback.find_reason, config))
-    configz_document = format_configz(config)
+    post = None
+    if cluster is not None:
+        from kbpf.source.api.transport import EventSink
+
+        post = EventSink(cluster).post
     warnings = {note.event: note.text for note in loaded.notes if note.event}
     server = AgentServer(
         config,
         plane.choice.mode,
         lambda: plane.shared,
-        _event_poster(cluster),
-        configz_document,
+        post,
+        format_configz(config),
         proxy_metrics,
         options.flags,
         warnings,

@@ -5,6 +5,7 @@ neither a kernel with BPF nor root.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Final
 
 import msgspec
@@ -38,15 +39,6 @@ Nodes = Annotated[
 ServiceFilter = Annotated[
     str, typer.Option("--service", metavar="NAMESPACE/NAME", help="Only this Service; without a namespace, default.")
 ]
-Removed = Annotated[
-    list[str] | None,
-    typer.Option("--zone-down", "--node-down", "--drain", "--weight", "--traffic-distribution", hidden=True),
-]
-RemovedFlag = Annotated[bool, typer.Option("--all", hidden=True)]
-REMOVED: Final = (
-    "--all, --zone-down, --node-down, --drain, --weight and --traffic-distribution have no effect: "
-    "change a copy of the folder, and compare both with `kbpf diff`"
-)
 
 
 def diff(
@@ -83,19 +75,17 @@ def simulate(
     output: OutputOption = Output.TABLE,
     kubeconfig: Kubeconfig = None,
     config: RunConfigFile = None,
-    removed: Removed = None,
-    removed_flag: RemovedFlag = False,
 ) -> None:
     """Show which share of connections each backend would get on each node, and which sets of
     backends are empty.
     """
     settings = read_config(config, kubeconfig)
-    notes = [REMOVED] if removed or removed_flag else []
+    notes: list[str] = []
     objects = collect_world(read_world(world, settings, notes))
     rows = _compare({}, objects, settings, nodes, service, notes)
     chosen = [row for row in rows if row.what == "backend" or (row.after or "").startswith(EMPTY)]
     page = view.build_page(chosen, notes, view.SHARE_COLUMNS)
-    render.show(page.with_empty("" if chosen else NO_RESOURCES), output)
+    render.show(replace(page, empty="" if chosen else NO_RESOURCES), output)
 
 
 def _compare(
@@ -141,25 +131,19 @@ def _choose_nodes(
 
     names, gone = list(list_nodes(after)), list_nodes(before).keys() - list_nodes(after).keys()
     if gone and not names:
-        raise NotFoundError("no Node would be left", "", f"all would be gone: {_join(sorted(gone))}")
+        raise NotFoundError("no Node would be left", "", f"all would be gone: {view.join_nodes(sorted(gone))}")
     if wanted:
         for name in wanted:
             if names and name not in names:
                 where = "is gone" if name in gone else "does not exist"
-                raise NotFoundError(f"the Node {name} {where}", "", f"there are {_join(names)}")
+                raise NotFoundError(f"the Node {name} {where}", "", f"there are {view.join_nodes(names)}")
         return list(wanted)
     if not names:
         name = config.node_name or default_node_name()
         notes.append(f"there are no Nodes: computed for {name}, in no zone")
         return [name]
     if gone:
-        notes.append(f"not computed, since they are gone: {_join(sorted(gone))}")
+        notes.append(f"not computed, since they are gone: {view.join_nodes(sorted(gone))}")
     if len(names) > MAX_NODES:
         notes.append(f"computed for {MAX_NODES} of {len(names)} Nodes; choose others with --node")
     return names[:MAX_NODES]
-
-
-def _join(names: Sequence[str]) -> str:
-    shown = ", ".join(names[: view.MAX_NODES_SHOWN])
-    more = len(names) - view.MAX_NODES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -20,11 +20,10 @@ import typer
 from kbpf import __version__
 from kbpf.cli import render
 from kbpf.cli.dump.collect import whole_documents, whole_lines
-from kbpf.cli.endpoints import Kubeconfig, own_node_name
-from kbpf.cli.options import DEFAULT, Output, OutputOption, PinDir, StateDir
-from kbpf.cli.origin import NodeName, RunConfigFile, read_config, with_own_node
-from kbpf.config import durations
-from kbpf.errors import ConfigError, KbpfError, OutputError
+from kbpf.cli.endpoints import Kubeconfig, NodeName, own_node_name
+from kbpf.cli.options import DEFAULT, Output, OutputOption, PinDir, StateDir, parse_duration
+from kbpf.cli.origin import RunConfigFile, read_config, with_own_node
+from kbpf.errors import KbpfError, OutputError
 from kbpf.kernel.system.process import is_alive
 from kbpf.model.config import Config
 from kbpf.views.page import Column, Kind, Page, format_size
@@ -122,10 +121,7 @@ def sysdump(
     from kbpf.config.locations import read_locations
     from kbpf.dataplane.reader import Locations
 
-    try:
-        seconds = durations.parse(time_limit, "--time-limit")
-    except ConfigError as error:
-        raise typer.BadParameter(f"{error.what}; {error.hint}", param_hint="--time-limit") from None
+    seconds = parse_duration(time_limit, "--time-limit")
     if file == STDOUT and sys.stdout.isatty():
         what = "a terminal cannot show an archive; redirect it to a file"
         raise typer.BadParameter(what, param_hint="FILE")

@@ -5,7 +5,6 @@ import select
 import shutil
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
@@ -14,13 +13,10 @@ import typer
 from kbpf.cli import options, render
 from kbpf.cli.monitor import Lookup, Service, ended_by_signals
 from kbpf.cli.options import DEFAULT, ConfigFile, Output, OutputOption, PinDir, StateDir
-from kbpf.config import durations
-from kbpf.errors import ConfigError
 from kbpf.model.inspection import EventFilter, Inspection
 from kbpf.views import top as view
 from kbpf.views.monitor import VERDICTS
 from kbpf.views.packet_path.availability import uses_conntrack
-from kbpf.views.page import Page
 from kbpf.views.top import By, TopRow, TopSummary
 
 if TYPE_CHECKING:
@@ -29,8 +25,6 @@ if TYPE_CHECKING:
 
 CLIENT_RATE: Final = 2_000
 """Events a second from which clients are counted."""
-HISTORY: Final = 30
-"""Values of a sparkline."""
 LEAST_INTERVAL: Final = 0.1
 OTHER_LINES: Final = 7
 """Lines of the screen that are not rows: clock, titles and notes."""
@@ -70,7 +64,9 @@ def top(
     """
     if not output.is_text and not once:
         raise typer.BadParameter("it requires --once", param_hint="--output")
-    seconds = _parse_interval(interval)
+    seconds = options.parse_duration(interval, "--interval")
+    if seconds < LEAST_INTERVAL:
+        raise typer.BadParameter("it must be at least 100ms", param_hint="--interval")
     from kbpf.dataplane import reader as dataplane
     from kbpf.dataplane.bpf.inspect.monitor import Monitor
 
@@ -84,16 +80,6 @@ def top(
     event_filter = lookup.apply(EventFilter(frozenset(VERDICTS)))
     with ended_by_signals(), Monitor(pin_dir, CLIENT_RATE, event_filter) as monitor:
         _run(_EventSampler(monitor).sample, seconds, once, output, limit)
-
-
-def _parse_interval(text: str) -> float:
-    try:
-        seconds = durations.parse(text, "--interval")
-    except ConfigError as error:
-        raise typer.BadParameter(f"{error.what}; {error.hint}", param_hint="--interval") from None
-    if seconds < LEAST_INTERVAL:
-        raise typer.BadParameter("it must be at least 100ms", param_hint="--interval")
-    return seconds
 
 
 class _CounterSampler:
@@ -147,48 +133,13 @@ class _EventSampler:
 
 def _run(sample: Callable[[float], Sample], seconds: float, once: bool, output: Output, limit: int) -> None:
     if once:
-        taken = sample(seconds)
-        page = view.build_page(*taken, limit=limit)
-        render.show(page, output)
+        render.show(view.build_page(*sample(seconds), limit=limit), output)
         return
-    histories = _Histories()
-    render.watch(lambda: _format(_next_page(sample(seconds), histories, limit), output), seconds, True)
 
+    def show_next() -> str:
+        fitting = max(1, shutil.get_terminal_size().lines - OTHER_LINES) if sys.stdout.isatty() else 0
+        page = view.build_page(*sample(seconds), limit=limit or fitting)
+        text = "".join(render.render_page(page, output)) if page.rows else f"{page.empty}\n"
+        return text + "".join(f"({note})\n" for note in page.notes if note)
 
-def _next_page(taken: Sample, histories: "_Histories", limit: int) -> Page:
-    histories.add(taken.rows)
-    if not limit and sys.stdout.isatty():
-        limit = max(1, shutil.get_terminal_size().lines - OTHER_LINES)
-    shown = histories.values if _has_bars() else None
-    return view.build_page(*taken, limit=limit, histories=shown)
-
-
-def _has_bars() -> bool:
-    """Whether the output can show the characters of a sparkline."""
-    try:
-        view.BARS.encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
-def _format(page: Page, output: Output) -> str:
-    text = "".join(render.render_page(page, output)) if page.rows else f"{page.empty}\n"
-    return text + "".join(f"({note})\n" for note in page.notes if note)
-
-
-class _Histories:
-    """The last values of `new` of each row; those of rows that are gone are forgotten."""
-
-    def __init__(self) -> None:
-        self.values: dict[tuple[str, str], deque[float | None]] = {}
-
-    def add(self, rows: tuple[TopRow, ...]) -> None:
-        current = {(row.service, row.name): row.new for row in rows}
-        for key in current.keys() | self.values.keys():
-            values = self.values.setdefault(key, deque(maxlen=HISTORY))
-            values.append(current.get(key, 0.0))
-        gone = [key for key, values in self.values.items() if not any(values)]
-        for key in gone:
-            if key not in current:
-                del self.values[key]
+    render.watch(show_next, seconds, True)

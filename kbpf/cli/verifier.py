@@ -87,9 +87,9 @@ class Verifier:
         if (address, port) not in self._api_servers:
             self._api_servers = (*self._api_servers, (address, port))
 
-    def run(self) -> Verification:
-        """Raises SourceError if the objects cannot be listed, NotFoundError if nothing is pinned,
-        and KernelError if the kernel cannot be read.
+    def run(self) -> tuple[list[Difference], Verification]:
+        """The differences, and what was compared. Raises SourceError if the objects cannot be
+        listed, NotFoundError if nothing is pinned, and KernelError if the kernel cannot be read.
         """
         inspection = snapshot.read(self._config.pin_dir, Part.STATUS)
         is_alive = inspection.agent_alive
@@ -104,8 +104,10 @@ class Verifier:
         finally:
             for source in self._sources:
                 source.stop()
-        return Verification(
-            (*confirmed, *failures),
+        differences = confirmed + failures
+        return differences, Verification(
+            not differences,
+            len(differences),
             len(self._builder.state.services),
             last.entries,
             proven,
@@ -266,7 +268,7 @@ class Verifier:
             (f"from the cgroup {place}", row)
             for place, parent in self._list_places(inspection.hooks)
             for row in connect.check_attached(inspection, parent)
-            if row.check is not Check.ATTACHED
+            if row.name != Check.ATTACHED
         ]
         rows += (("on a device", row) for row in neighbours.packet_rows(inspection))
         return rows

@@ -3,17 +3,17 @@
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
-from kbpf.cli import render
+from kbpf.cli import arguments, render
+from kbpf.cli.arguments import RunOptions
 from kbpf.cli.options import Output, OutputOption
+from kbpf.config import load
+from kbpf.config.settings import SETTINGS_BY_FLAG
 from kbpf.errors import NotFoundError
-
-if TYPE_CHECKING:
-    from kbpf.cli.arguments import RunOptions
-    from kbpf.model.config import Config
+from kbpf.model.config import Config
 
 MAX_DIFFERENCES: Final = 100
 PATH_METAVARS: Final = frozenset(("FILE", "DIR"))
@@ -38,14 +38,14 @@ def verify(context: typer.Context, output: OutputOption = Output.TABLE, limit: L
     verifier = Verifier(config, run.source_factory(config, cluster))
     if cluster is not None:
         cluster.on_connect = verifier.on_api_connect
-    render.show(view.build_page(verifier.run(), limit), output)
+    render.show(view.build_page(*verifier.run(), limit), output)
 
 
-def _find_config(flags: list[str]) -> "Config":
+def _find_config(flags: list[str]) -> Config:
     """The settings: those of the running agent, changed by these flags and the environment. Raises
     NotFoundError if no agent has run here, or only one in mode ipvs.
     """
-    from kbpf.cli import arguments
+    from kbpf.cli.origin import with_own_node
     from kbpf.dataplane import reader as dataplane
     from kbpf.model.inspection import Part
 
@@ -64,23 +64,17 @@ def _find_config(flags: list[str]) -> "Config":
         agents = _read_agent_options(status.pid, status.started)
         if agents is not None:
             config = _load(_merge(agents, options))
-    if not config.node_name and status is not None:
-        config = replace(config, node_name=status.node)
-    return arguments.with_node_name(config)
+    return with_own_node(config, "", config.pin_dir)
 
 
-def _load(options: "RunOptions") -> "Config":
-    from kbpf.cli import arguments
-    from kbpf.config import load
+def _load(options: RunOptions) -> Config:
 
     data = load.read_file(options.file) if options.file is not None else None
     return arguments.load_settings(options, data).config
 
 
-def _read_agent_options(pid: int, started: float) -> "RunOptions | None":
+def _read_agent_options(pid: int, started: float) -> RunOptions | None:
     """The command line of the agent; None if it cannot be read, as from another container."""
-    from kbpf.cli import arguments
-    from kbpf.config.settings import SETTINGS_BY_FLAG
     from kbpf.kernel.system import process
 
     command = process.read_command(pid, started)
@@ -98,7 +92,7 @@ def _read_agent_options(pid: int, started: float) -> "RunOptions | None":
     return replace(options, explicit_flags=explicit_flags, file=file)
 
 
-def _merge(agents: "RunOptions", own: "RunOptions") -> "RunOptions":
+def _merge(agents: RunOptions, own: RunOptions) -> RunOptions:
     """The agent's options, and our own, which take precedence."""
     return replace(
         agents,

@@ -10,7 +10,7 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, TypeVar, get_args, get_origin
@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, get_args, get_origin
 import msgspec
 
 from kbpf.config.settings import REMOVED_SETTINGS, SETTINGS
-from kbpf.config.values import ConfigValues, Diagnostic, Diagnostics
+from kbpf.config.values import ConfigValues, Diagnostic
 from kbpf.errors import ConfigError, closest_name, describe_decode_error
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -121,11 +121,11 @@ def decode(
     kind: type[T],
     values: Mapping[str, Any],
     path: str,
-    diagnostics: Diagnostics,
+    found: ConfigValues,
     strict: bool = False,
 ) -> T:
     """Decodes `values` into a struct; fields that are missing or invalid get their default. Errors
-    go to `diagnostics`, with paths below `path`. `strict`: unknown fields are errors, not
+    go to `found`, with paths below `path`. `strict`: unknown fields are errors, not
     warnings.
     """
     fields = {struct_field.encode_name: struct_field for struct_field in msgspec.structs.fields(kind)}
@@ -133,33 +133,33 @@ def decode(
     for name, value in values.items():
         where = f"{path}.{name}"
         if name not in fields:
-            _report_unknown_field(where, name, fields, diagnostics, strict)
+            _report_unknown_field(where, name, fields, found, strict)
         elif value is not None:
             field_type = fields[name].type
             try:
-                arguments[fields[name].name] = _decode_value(field_type, value, where, diagnostics, strict)
+                arguments[fields[name].name] = _decode_value(field_type, value, where, found, strict)
             except msgspec.ValidationError as error:
                 hint = _time_hint(value) if name.endswith(TIME_SUFFIXES) else ""
                 text, _, subpath = str(error).partition(" - at ")
                 where += subpath.strip("`").removeprefix("$")
-                diagnostics.errors.append(ConfigError(describe_decode_error(text), where, hint))
+                found.errors.append(ConfigError(describe_decode_error(text), where, hint))
     return kind(**arguments)
 
 
-def _decode_value(kind: Any, value: object, where: str, diagnostics: Diagnostics, strict: bool) -> Any:
+def _decode_value(kind: Any, value: object, where: str, found: ConfigValues, strict: bool) -> Any:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         if not isinstance(value, dict):
             raise msgspec.ValidationError("Expected `object`")
-        return decode(kind, value, where, diagnostics, strict)
+        return decode(kind, value, where, found, strict)
     if get_origin(kind) is dict and isinstance(value, dict):
-        return _decode_entries(get_args(kind)[1], value, where, diagnostics, strict)
+        return _decode_entries(get_args(kind)[1], value, where, found, strict)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return msgspec.convert(value, kind)
 
 
 def _decode_entries(
-    kind: Any, values: Mapping[object, object], path: str, diagnostics: Diagnostics, strict: bool
+    kind: Any, values: Mapping[object, object], path: str, found: ConfigValues, strict: bool
 ) -> dict[str, Any]:
     """Decodes a map with arbitrary keys one by one, since msgspec does not name the invalid
     entry.
@@ -167,9 +167,9 @@ def _decode_entries(
     entries = {}
     for name, value in values.items():
         try:
-            entries[str(name)] = _decode_value(kind, value, f"{path}.{name}", diagnostics, strict)
+            entries[str(name)] = _decode_value(kind, value, f"{path}.{name}", found, strict)
         except msgspec.ValidationError as error:
-            diagnostics.errors.append(ConfigError(describe_decode_error(str(error)), f"{path}.{name}"))
+            found.errors.append(ConfigError(describe_decode_error(str(error)), f"{path}.{name}"))
     return entries
 
 
@@ -180,25 +180,34 @@ def _time_hint(value: object) -> str:
 
 
 def _report_unknown_field(
-    where: str, name: str, fields: Mapping[str, object], diagnostics: Diagnostics, strict: bool
+    where: str, name: str, fields: Mapping[str, object], found: ConfigValues, strict: bool
 ) -> None:
     known_name = closest_name(name, fields)
     hint = f"is {known_name} meant?" if known_name else ""
     if strict:
-        diagnostics.errors.append(ConfigError("unknown field", where, hint or "leave it out"))
+        found.errors.append(ConfigError("unknown field", where, hint or "leave it out"))
         return
     text = f"{where} is an unknown field; {hint or 'it is ignored'}"
-    diagnostics.notes.append(Diagnostic(text, is_warning=True))
+    found.notes.append(Diagnostic(text, is_warning=True))
 
 
-def leaf_paths(kind: type[msgspec.Struct], path: str) -> Iterator[str]:
-    """Yields the paths of all fields that hold a value, in order."""
-    for struct_field in msgspec.structs.fields(kind):
-        where = f"{path}.{struct_field.encode_name}"
-        if isinstance(struct_field.type, type) and issubclass(struct_field.type, msgspec.Struct):
-            yield from leaf_paths(struct_field.type, where)
+def build_type(name: str, types: Mapping[str, Any]) -> type[msgspec.Struct]:
+    """Builds the type of a document, without kind and apiVersion, and of its sections. `types`: by
+    path. A field that is unset is None.
+    """
+    fields: dict[str, Any] = {}
+    sections: dict[str, list[Any]] = {}
+    for path, value_type in types.items():
+        section, dot, member = path.rpartition(".")
+        if dot:
+            fields[section] = sections.setdefault(section, [])
+            sections[section].append((member, value_type, None))
         else:
-            yield where
+            fields[member] = (member, value_type, None)
+    for section, members in sections.items():
+        kind = msgspec.defstruct(section, members, frozen=True)
+        fields[section] = (section, kind, kind())
+    return msgspec.defstruct(name, fields.values(), frozen=True)
 
 
 # ---- kbpf's own document -------------------------------------------------------------------------
@@ -207,31 +216,15 @@ KBPF_SETTINGS: Final = {setting.kbpf: setting for setting in SETTINGS if setting
 """Path in the document → setting."""
 
 
-def _document_type() -> type[msgspec.Struct]:
-    """Builds the document, without kind and apiVersion, and its sections. None means unset."""
-    fields: dict[str, Any] = {}
-    sections: dict[str, list[Any]] = {}
-    for path, setting in KBPF_SETTINGS.items():
-        section, dot, name = path.rpartition(".")
-        if dot:
-            fields[section] = sections.setdefault(section, [])
-            sections[section].append((name, setting.kind.json_type | None, None))
-        else:
-            fields[name] = (name, setting.kind.json_type | None, None)
-    for section, members in sections.items():
-        kind = msgspec.defstruct(section, members, frozen=True)
-        fields[section] = (section, kind, kind())
-    return msgspec.defstruct(KBPF, fields.values(), frozen=True)
+KbpfConfiguration: Final = build_type(KBPF, {path: setting.kind.json_type for path, setting in KBPF_SETTINGS.items()})
 
 
-KbpfConfiguration: Final = _document_type()
-
-
-def read_settings(document: msgspec.Struct) -> ConfigValues:
+def read_kbpf(values: Mapping[str, Any]) -> ConfigValues:
     """Returns the fields of Config that the document sets. Empty values count as unset."""
-    values = ConfigValues(f"{KBPF}.")
+    result = ConfigValues(f"{KBPF}.")
+    document = decode(KbpfConfiguration, values, KBPF, result, strict=True)
     for path, setting in KBPF_SETTINGS.items():
         text = setting.kind.flag_text(attrgetter(path)(document))
         if text:
-            values.parse(setting.field, path, text, setting.parse)
-    return values
+            result.parse(setting.field, path, text, setting.kind.parse)
+    return result

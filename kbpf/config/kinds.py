@@ -102,20 +102,6 @@ def count(text: str, where: str) -> int:
     return int(text)
 
 
-def oom_score(text: str, where: str) -> int:
-    return number(text, where, range(-1000, 1001))
-
-
-def entries(text: str, where: str, most: int = MAX_ENTRIES) -> int:
-    number = int(text) if text.isascii() and text.isdigit() else 0
-    if not 0 < number <= most:
-        raise ConfigError(f"not a number of entries: {text!r}", where, f"give a whole number, 1 to {most}")
-    return number
-
-
-connections: Final = partial(entries, most=MOST_CONNECTIONS)
-
-
 def ports(text: str, where: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
     if all(part.isascii() and part.isdigit() for part in (low, high)):
@@ -123,12 +109,6 @@ def ports(text: str, where: str) -> tuple[int, int]:
         if 0 < port_range[0] <= port_range[1] <= MAX_PORT:
             return port_range
     raise ConfigError(f"not a range of ports: {text!r}", where, "write it as 1024-29999")
-
-
-def bit(text: str, where: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 32):
-        raise ConfigError(f"not a bit of the mark: {text!r}", where, "give a number, 0 to 31")
-    return int(text)
 
 
 # ---- times ---------------------------------------------------------------------------------------
@@ -361,6 +341,10 @@ def _integer(parse: Parser) -> Kind:
     return Kind(parse, "NUMBER", int, int)
 
 
+def _number(allowed: range) -> Kind:
+    return _integer(partial(number, allowed=allowed))
+
+
 def _time(parse: Parser, write: Callable[[float], str] = durations.format_duration) -> Kind:
     return Kind(parse, "TIME", write=write)
 
@@ -396,10 +380,10 @@ ABSOLUTE_DIR: Final = Kind(absolute_path, "DIR")
 BOOLEAN: Final = Kind(boolean, "true|false", bool, bool)
 
 COUNT: Final = _integer(count)
-ENTRIES: Final = _integer(entries)
-CONNECTIONS: Final = _integer(connections)
-OOM_SCORE: Final = _integer(oom_score)
-BIT: Final = _integer(bit)
+ENTRIES: Final = _number(range(1, MAX_ENTRIES + 1))
+CONNECTIONS: Final = _number(range(1, MOST_CONNECTIONS + 1))
+OOM_SCORE: Final = _number(range(-1000, 1001))
+BIT: Final = _number(range(32))
 VERBOSITY: Final = Kind(verbosity, "NUMBER", int, lambda level: 4 * (level == "debug"))
 
 SECONDS: Final = _time(seconds)
@@ -415,10 +399,10 @@ DEVICE_PREFIX: Final = Kind(device, "PREFIX")
 
 NETWORKS: Final = Kind(networks, "CIDRS", LIST, lambda cidrs: [str(cidr) for cidr in cidrs])
 CLUSTER_CIDRS: Final = Kind(networks, "CIDRS", write=_join_cidrs)
-NODE_PORTS: Final = Kind(node_ports, "CIDRS", repeatable=True)
+NODE_PORTS: Final = Kind(node_ports, "CIDRS", LIST, repeatable=True)
 EXTERNAL_IPS: Final = Kind(external_ips, "all|off|CIDRS", ON_OFF, _write_external_ips)
 KUBERNETES_VERSION: Final = _one_of(("1.37", "1.38"))
-FEATURE_GATES: Final = Kind(feature_gate_values, "NAME=true|false")
+FEATURE_GATES: Final = Kind(feature_gate_values, "NAME=true|false", dict[str, bool])
 PORTS: Final = Kind(ports, "LOW-HIGH", write=lambda ports: f"{ports[0]}-{ports[1]}")
 BIND_ADDRESS: Final = Kind(bind_address, "IP", write=lambda addr: format_addr(addr) if addr else "0.0.0.0")
 HEALTHZ: Final = Kind(healthz, "IP:PORT", accepts_empty=True)

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """kube-proxy's configuration: KubeProxyConfiguration v1alpha1, as kubeadm writes it.
 
-The structs mirror the file; a zero value (or null) means kube-proxy's default. `read_settings()`
-turns a document into settings, with kube-proxy's defaults and checks; `find_diagnostics()` yields
-what is accepted but not used. Both name the path in the document.
+A document becomes settings, with kube-proxy's defaults and checks, and a line for each field that is
+accepted but not used. Errors and lines name the path in the document.
 
 A setting that depends on the mode (masqueradeBit, the periods) is read as kube-proxy reads it in
 that mode; "" means iptables. load.py decides where NodePorts answer, for flags and this file alike.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, Final
 
-import msgspec
-
-from kbpf.config import durations, kinds
+from kbpf.config import documents, durations, kinds
 from kbpf.config.documents import KUBE_PROXY
-from kbpf.config.settings import SETTINGS, UNUSED_SETTINGS, UnusedSetting
+from kbpf.config.settings import IPVS, SETTINGS, UNUSED_SETTINGS, UnusedSetting
 from kbpf.config.values import ConfigValues, Diagnostic
 from kbpf.errors import ConfigError
 
@@ -25,127 +22,15 @@ PROXY_MODES: Final = ("iptables", "nftables", "ipvs")
 DEFAULT_SYNC_PERIOD: Final = 30.0
 DEFAULT_MASQUERADE_BIT: Final = 14
 
+FIELD_TYPES: Final[Mapping[str, Any]] = {
+    **{unused.path: unused.json_type for unused in UNUSED_SETTINGS if unused.path},
+    **{path: setting.kind.json_type for setting in SETTINGS for path in setting.kube_proxy.split()},
+}
+"""Path in the document → type of its value. These are all fields of v1alpha1."""
+KubeProxyConfiguration: Final = documents.build_type(KUBE_PROXY, FIELD_TYPES)
 
-def json_name(name: str) -> str:
-    """Returns the name of a field in the document: ``clusterCIDR``, ``strictARP``."""
-    acronyms = {"cidr": "CIDR", "cidrs": "CIDRs", "arp": "ARP", "dsr": "DSR"}
-    first, *rest = name.split("_")
-    return first + "".join(acronyms.get(part, part.capitalize()) for part in rest)
-
-
-class _Section(msgspec.Struct, frozen=True, rename=json_name):
-    """A part of the document; a subclass has to repeat `frozen`."""
-
-
-class ClientConnectionConfiguration(_Section, frozen=True):
-    """How to connect to the API server."""
-
-    kubeconfig: str = ""
-    accept_content_types: str = ""
-    content_type: str = ""
-    qps: float = 0.0
-    burst: int = 0
-
-
-class KubeProxyIPTablesConfiguration(_Section, frozen=True):
-    """Settings of mode iptables, some also used in mode ipvs."""
-
-    masquerade_bit: int | None = None
-    masquerade_all: bool = False
-    localhost_node_ports: bool | None = None
-    snat_node_internal_ip: bool | None = msgspec.field(default=None, name="snatNodeInternalIP")
-    sync_period: str = ""
-    min_sync_period: str = ""
-
-
-class KubeProxyIPVSConfiguration(_Section, frozen=True):
-    sync_period: str = ""
-    min_sync_period: str = ""
-    scheduler: str = ""
-    exclude_cidrs: tuple[str, ...] = ()
-    strict_arp: bool = False
-    tcp_timeout: str = ""
-    tcp_fin_timeout: str = ""
-    udp_timeout: str = ""
-
-
-class KubeProxyNFTablesConfiguration(_Section, frozen=True):
-    masquerade_bit: int | None = None
-    masquerade_all: bool = False
-    sync_period: str = ""
-    min_sync_period: str = ""
-
-
-class KubeProxyWinkernelConfiguration(_Section, frozen=True):
-    network_name: str = ""
-    source_vip: str = ""
-    enable_dsr: bool = False
-    root_hns_endpoint_name: str = ""
-    forward_health_check_vip: bool = False
-
-
-class DetectLocalConfiguration(_Section, frozen=True):
-    """Settings of two of the modes of detectLocalMode."""
-
-    bridge_interface: str = ""
-    interface_name_prefix: str = ""
-
-
-class KubeProxyConntrackConfiguration(_Section, frozen=True):
-    """Values for the kernel's conntrack. For a timeout, None is the default and "0s" leaves it
-    unchanged.
-    """
-
-    max_per_core: int | None = None
-    min: int | None = None
-    tcp_established_timeout: str | None = None
-    tcp_close_wait_timeout: str | None = None
-    tcp_be_liberal: bool = False
-    udp_timeout: str = ""
-    udp_stream_timeout: str = ""
-
-
-class LoggingConfiguration(_Section, frozen=True):
-    """The logging settings of all Kubernetes components."""
-
-    format: str = ""
-    flush_frequency: int | str = 0
-    verbosity: int = 0
-    vmodule: tuple[dict[str, Any], ...] = ()
-    options: dict[str, Any] = {}
-
-
-class KubeProxyConfiguration(_Section, frozen=True):
-    """The document, without kind and apiVersion."""
-
-    feature_gates: dict[str, bool] = {}
-    client_connection: ClientConnectionConfiguration = ClientConnectionConfiguration()
-    logging: LoggingConfiguration = LoggingConfiguration()
-    hostname_override: str = ""
-    bind_address: str = ""
-    healthz_bind_address: str = ""
-    metrics_bind_address: str = ""
-    bind_address_hard_fail: bool = False
-    enable_profiling: bool = False
-    show_hidden_metrics_for_version: str = ""
-    mode: str = ""
-    iptables: KubeProxyIPTablesConfiguration = KubeProxyIPTablesConfiguration()
-    ipvs: KubeProxyIPVSConfiguration = KubeProxyIPVSConfiguration()
-    nftables: KubeProxyNFTablesConfiguration = KubeProxyNFTablesConfiguration()
-    winkernel: KubeProxyWinkernelConfiguration = KubeProxyWinkernelConfiguration()
-    detect_local_mode: str = ""
-    detect_local: DetectLocalConfiguration = DetectLocalConfiguration()
-    cluster_cidr: str = ""
-    node_port_addresses: tuple[str, ...] = ()
-    oom_score_adj: int | None = None
-    conntrack: KubeProxyConntrackConfiguration = KubeProxyConntrackConfiguration()
-    config_sync_period: str = ""
-    port_range: str = ""
-    windows_run_as_service: bool = False
-    udp_idle_timeout: str = msgspec.field(default="", name="udpIdleTimeout")
-
-
-DEFAULTS: Final = msgspec.to_builtins(KubeProxyConfiguration())
+Fields = Mapping[str, Any]
+"""Path → value of the fields that a document sets. null and "" mean kube-proxy's default."""
 
 # ---- settings ------------------------------------------------------------------------------------
 
@@ -156,7 +41,8 @@ DEPENDENT_FIELDS: Final = (
     "featureGates",
     "healthzBindAddress",
     "iptables.",
-    "ipvs.",
+    "ipvs.minSyncPeriod",
+    "ipvs.syncPeriod",
     "metricsBindAddress",
     "mode",
     "nftables.",
@@ -166,22 +52,32 @@ DEPENDENT_FIELDS: Final = (
 settings.py says."""
 
 
-def read_settings(document: KubeProxyConfiguration) -> ConfigValues:
-    """Returns the fields of Config that the document decides: all of kube-proxy's, set or not."""
+def read(document: Mapping[str, Any]) -> ConfigValues:
+    """Returns the fields of Config that the document decides: all of kube-proxy's, set or not. The
+    document is without kind and apiVersion.
+    """
     values = ConfigValues(f"{KUBE_PROXY}.")
-    _read_independent_fields(document, values)
-    if document.client_connection.burst < 0:
-        values.add_error("clientConnection.burst", f"less than 0: {document.client_connection.burst}")
-    period = _parse_period(values, "configSyncPeriod", document.config_sync_period, kinds.period)
-    if period:
+    decoded = documents.decode(KubeProxyConfiguration, document, KUBE_PROXY, values)
+    all_fields = {path: attrgetter(path)(decoded) for path in FIELD_TYPES}
+    fields = {path: value for path, value in all_fields.items() if value not in (None, "")}
+    mode = fields.get("mode", "")
+    _read_independent_fields(fields, mode, values)
+    if (burst := fields.get("clientConnection.burst", 0)) < 0:
+        values.add_error("clientConnection.burst", f"less than 0: {burst}")
+    if period := _parse_period(fields, "configSyncPeriod", values):
         values.set("config_sync_period", "configSyncPeriod", period)
-    _read_servers(document, values)
-    _read_mode(document, values)
-    _read_node_ports(document.node_port_addresses, values)
-    is_enabled = document.iptables.localhost_node_ports is not False
+    _read_servers(fields, values)
+    if mode not in ("", *PROXY_MODES):
+        values.add_error("mode", f"unknown value {mode!r}", f"use {' or '.join(PROXY_MODES)}, or none")
+    values.set("proxy_mode", "mode", mode)
+    _read_periods(fields, mode, values)
+    _read_masquerade(fields, mode, values)
+    _read_node_ports(fields.get("nodePortAddresses", ()), values)
+    is_enabled = fields.get("iptables.localhostNodePorts", True)
     values.set("localhost_node_ports", "iptables.localhostNodePorts", is_enabled)
-    values.set("feature_gates", "featureGates", document.feature_gates)
-    _read_detect_local(document, values)
+    values.set("feature_gates", "featureGates", fields.get("featureGates", {}))
+    _read_detect_local(fields, values)
+    values.notes += _find_diagnostics(fields)
     return values
 
 
@@ -195,134 +91,83 @@ def _read_node_ports(items: tuple[str, ...], values: ConfigValues) -> None:
         values.parse("node_ports", "nodePortAddresses", items, kinds.node_port_list)
 
 
-def _read_independent_fields(document: KubeProxyConfiguration, values: ConfigValues) -> None:
-    fields = msgspec.to_builtins(document)
+def _read_independent_fields(fields: Fields, mode: str, values: ConfigValues) -> None:
+    """What is invalid among the settings of mode ipvs is an error in this mode only."""
+    of_ipvs = ConfigValues(f"{KUBE_PROXY}.")
     for setting in SETTINGS:
         for path in setting.kube_proxy.split():
-            value = _set_value(fields, path)
+            value = fields.get(path)
             if value is None or path.startswith(DEPENDENT_FIELDS):
                 continue
             if setting.kind is kinds.COUNT and value < 0:
                 values.add_error(path, f"less than 0: {value}")
             else:
-                values.parse(setting.field, path, setting.kind.flag_text(value), setting.parse)
+                holder = of_ipvs if setting.only == IPVS else values
+                holder.parse(setting.field, path, setting.kind.flag_text(value), setting.kind.parse)
+    for i, text in enumerate(fields.get("ipvs.excludeCIDRs", ())):
+        of_ipvs.try_parse(f"ipvs.excludeCIDRs[{i}]", text, kinds.cidr)
+    if mode != "ipvs":
+        of_ipvs.errors.clear()
+    values.merge(of_ipvs)
 
 
-def _set_value(fields: Mapping[str, Any], path: str) -> Any:
-    """Returns the value of a field of the document; None if it is unset or the zero value."""
-    value, default = fields, DEFAULTS
-    for name in path.split("."):
-        value, default = value[name], default[name]
-    return None if value == default else value
+def _read_servers(fields: Fields, values: ConfigValues) -> None:
+    is_v6 = ":" in fields.get("bindAddress", "")
+    any_host, loopback = ("[::]", "[::1]") if is_v6 else ("0.0.0.0", "127.0.0.1")
+    for field, path, default, parser in (
+        ("serving.healthz", "healthzBindAddress", any_host, kinds.healthz),
+        ("serving.metrics", "metricsBindAddress", loopback, kinds.metrics),
+    ):
+        values.parse(field, path, fields.get(path, default), parser)
 
 
-def _read_servers(document: KubeProxyConfiguration, values: ConfigValues) -> None:
-    any_host, loopback = ("[::]", "[::1]") if ":" in document.bind_address else ("0.0.0.0", "127.0.0.1")
-    healthz = document.healthz_bind_address or any_host
-    values.parse("serving.healthz", "healthzBindAddress", healthz, kinds.healthz)
-    metrics = document.metrics_bind_address or loopback
-    values.parse("serving.metrics", "metricsBindAddress", metrics, kinds.metrics)
-
-
-def _read_mode(document: KubeProxyConfiguration, values: ConfigValues) -> None:
-    if document.mode not in ("", *PROXY_MODES):
-        values.add_error("mode", f"unknown value {document.mode!r}", f"use {' or '.join(PROXY_MODES)}, or none")
-    values.set("proxy_mode", "mode", document.mode)
-    _read_periods(document, values)
-    _read_masquerade(document, values)
-    values.set("strict_arp", "ipvs.strictARP", document.ipvs.strict_arp)
-    _read_ipvs_timeouts(document, values)
-    if document.mode == "ipvs":
-        _read_ipvs(document.ipvs, values)
-    elif document.ipvs.scheduler in kinds.IPVS_SCHEDULERS:
-        values.set("ipvs_scheduler", "ipvs.scheduler", document.ipvs.scheduler)
-
-
-def _read_periods(document: KubeProxyConfiguration, values: ConfigValues) -> None:
+def _read_periods(fields: Fields, mode: str, values: ConfigValues) -> None:
     """Reads the periods from the section of the mode."""
-    sections: dict[str, KubeProxyIPTablesConfiguration | KubeProxyIPVSConfiguration | KubeProxyNFTablesConfiguration]
-    sections = {"nftables": document.nftables, "ipvs": document.ipvs}
-    name = document.mode if document.mode in sections else "iptables"
-    section = sections.get(name, document.iptables)
-    sync_period = _parse_period(values, f"{name}.syncPeriod", section.sync_period, kinds.period) or DEFAULT_SYNC_PERIOD
-    values.set("serving.late_seconds", f"{name}.syncPeriod", 2 * sync_period)
-    min_sync_period = _parse_period(values, f"{name}.minSyncPeriod", section.min_sync_period, kinds.seconds)
+    section = mode if mode in PROXY_MODES else "iptables"
+    path, min_path = f"{section}.syncPeriod", f"{section}.minSyncPeriod"
+    sync_period = _parse_period(fields, path, values) or DEFAULT_SYNC_PERIOD
+    values.set("serving.late_seconds", path, 2 * sync_period)
+    min_sync_period = _parse_period(fields, min_path, values)
     if min_sync_period:
-        values.set("min_sync_period", f"{name}.minSyncPeriod", min_sync_period)
+        values.set("min_sync_period", min_path, min_sync_period)
     if min_sync_period > sync_period:
-        minimum = durations.format_duration(min_sync_period)
-        values.add_error(f"{name}.syncPeriod", f"shorter than minSyncPeriod, {minimum}")
+        values.add_error(path, f"shorter than minSyncPeriod, {durations.format_duration(min_sync_period)}")
 
 
-def _read_masquerade(document: KubeProxyConfiguration, values: ConfigValues) -> None:
+def _read_masquerade(fields: Fields, mode: str, values: ConfigValues) -> None:
     """Reads the section of nftables in that mode, else of iptables, whose bit is checked in any
     mode.
     """
-    bit, masquerade_all = document.iptables.masquerade_bit, document.iptables.masquerade_all
-    if bit is not None:
-        values.parse("masquerade_bit", "iptables.masqueradeBit", str(bit), kinds.bit)
-    values.set("masquerade_all", "iptables.masqueradeAll", masquerade_all)
-    if document.mode == "nftables":
-        values.set("masquerade_all", "nftables.masqueradeAll", document.nftables.masquerade_all)
-        bit = document.nftables.masquerade_bit
-        text = str(DEFAULT_MASQUERADE_BIT if bit is None else bit)
-        values.parse("masquerade_bit", "nftables.masqueradeBit", text, kinds.bit)
+    for section in ("iptables", "nftables") if mode == "nftables" else ("iptables",):
+        bit_path, all_path = f"{section}.masqueradeBit", f"{section}.masqueradeAll"
+        values.parse("masquerade_bit", bit_path, str(fields.get(bit_path, DEFAULT_MASQUERADE_BIT)), kinds.BIT.parse)
+        values.set("masquerade_all", all_path, fields.get(all_path, False))
 
 
-def _read_ipvs(section: KubeProxyIPVSConfiguration, values: ConfigValues) -> None:
-    """Reads what kube-proxy checks in this mode only."""
-    if section.scheduler:
-        values.parse("ipvs_scheduler", "ipvs.scheduler", section.scheduler, kinds.SCHEDULER.parse)
-    for i, text in enumerate(section.exclude_cidrs):
-        values.try_parse(f"ipvs.excludeCIDRs[{i}]", text, kinds.cidr)
+POD_DEVICE_NAMES: Final = (
+    ("pod_bridge_interface", "detectLocal.bridgeInterface", "BridgeInterface"),
+    ("pod_interface_name_prefix", "detectLocal.interfaceNamePrefix", "InterfaceNamePrefix"),
+)
+"""Field of Config, its path in the document, and the mode that uses it."""
 
 
-def _read_ipvs_timeouts(document: KubeProxyConfiguration, values: ConfigValues) -> None:
-    """Invalid timeouts are errors in mode ipvs only."""
-    for field, path, text in (
-        ("tcp", "ipvs.tcpTimeout", document.ipvs.tcp_timeout),
-        ("tcp_fin", "ipvs.tcpFinTimeout", document.ipvs.tcp_fin_timeout),
-        ("udp", "ipvs.udpTimeout", document.ipvs.udp_timeout),
-    ):
-        if not text:
-            continue
-        if document.mode == "ipvs":
-            values.parse(f"ipvs_times.{field}", path, text, kinds.whole_seconds)
-        else:
-            with contextlib.suppress(ConfigError):
-                values.set(f"ipvs_times.{field}", path, kinds.whole_seconds(text, path))
-
-
-def _read_detect_local(document: KubeProxyConfiguration, values: ConfigValues) -> None:
-    mode = document.detect_local_mode
+def _read_detect_local(fields: Fields, values: ConfigValues) -> None:
+    mode = fields.get("detectLocalMode", "")
     values.parse("detect_local_mode", "detectLocalMode", mode, kinds.local_mode)
-    for field, name, text, required_mode in _pod_device_names(document.detect_local):
+    for field, path, required_mode in POD_DEVICE_NAMES:
         if mode != required_mode:
             continue
-        if text:
-            values.parse(field, f"detectLocal.{name}", text, kinds.device)
+        if path in fields:
+            values.parse(field, path, fields[path], kinds.device)
         else:
-            values.add_error(f"detectLocal.{name}", f"{required_mode} needs a name", "set it")
+            values.add_error(path, f"{required_mode} needs a name", "set it")
     if mode in ("", "ClusterCIDR"):
-        values.parse("cluster_cidrs", "clusterCIDR", document.cluster_cidr, kinds.cluster_cidrs)
+        values.parse("cluster_cidrs", "clusterCIDR", fields.get("clusterCIDR", ""), kinds.cluster_cidrs)
 
 
-def _pod_device_names(section: DetectLocalConfiguration) -> tuple[tuple[str, str, str, str], ...]:
-    """Field of Config, field of this section, its value, and the mode that uses it."""
-    return (
-        ("pod_bridge_interface", "bridgeInterface", section.bridge_interface, "BridgeInterface"),
-        ("pod_interface_name_prefix", "interfaceNamePrefix", section.interface_name_prefix, "InterfaceNamePrefix"),
-    )
-
-
-def _parse_period(values: ConfigValues, path: str, text: str, parser: kinds.Parser) -> float:
+def _parse_period(fields: Fields, path: str, values: ConfigValues) -> float:
     """Returns a period in seconds; 0.0 if unset or zero, which mean the default."""
-
-    def parse_nonzero(text: str, where: str) -> float:
-        seconds: float = parser(text, where) if durations.parse(text, where) else 0.0
-        return seconds
-
-    return values.try_parse(path, text, parse_nonzero) or 0.0 if text else 0.0
+    return values.try_parse(path, fields.get(path, "0s"), kinds.seconds) or 0.0
 
 
 # ---- fields that are accepted but not used -------------------------------------------------------
@@ -345,58 +190,52 @@ IS_SET: Final[Mapping[str, Callable[[Any], object]]] = {
     "featureGates": lambda gates: gates.keys() - kinds.USED_GATES,
     "logging.options": _has_log_options,
     "udpIdleTimeout": _is_time,
+    "winkernel": lambda section: any(section.values()),  # kubeadm writes zeros
 }
 """Path of an unused field → whether it is set, if that is not obvious."""
 WARNED_FIELDS: Final = frozenset(("iptables.snatNodeInternalIP",))
 """Unused fields that get a warning: backends may see another address than the operator expects."""
 
 
-def _is_set(unused: UnusedSetting, fields: Mapping[str, Any]) -> bool:
-    value = _set_value(fields, unused.path)
-    if value is None or value in unused.defaults:
+def _is_set(unused: UnusedSetting, fields: Fields) -> bool:
+    value = fields.get(unused.path)
+    if not value or value in unused.defaults:
         return False
     return unused.path not in IS_SET or bool(IS_SET[unused.path](value))
 
 
-def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
+def _find_diagnostics(fields: Fields) -> Iterator[Diagnostic]:
     """Yields a line for each field that is accepted but not used, and for what kube-proxy warns
     about.
     """
-    fields = msgspec.to_builtins(document)
     for unused in UNUSED_SETTINGS:
         if unused.path and _is_set(unused, fields):
             text = f"{KUBE_PROXY}.{unused.path} is accepted but not used: {unused.why}"
             yield Diagnostic(text, is_warning=unused.path in WARNED_FIELDS)
-    if document.mode in PROXY_MODES:
+    mode = fields.get("mode", "")
+    if mode in PROXY_MODES:
         yield Diagnostic(
-            f"{KUBE_PROXY}.mode: {document.mode} only sets defaults; the data plane is "
+            f"{KUBE_PROXY}.mode: {mode} only sets defaults; the data plane is "
             "chosen by KbpfConfiguration.mode or --mode"
         )
-    times = (document.ipvs.tcp_timeout, document.ipvs.tcp_fin_timeout, document.ipvs.udp_timeout)
-    if document.ipvs.scheduler or document.ipvs.strict_arp or any(map(_is_time, times)):
+    has_scheduler = "ipvs.scheduler" in fields
+    times = (fields.get(f"ipvs.{name}Timeout", "") for name in ("tcp", "tcpFin", "udp"))
+    if has_scheduler or fields.get("ipvs.strictARP") or any(map(_is_time, times)):
         yield Diagnostic(
             f"{KUBE_PROXY}.ipvs: scheduler, strictARP and timeouts are used only in mode ipvs "
             "(KbpfConfiguration.mode); BPF chooses at random, or by kbpf.io/algorithm",
-            is_warning=bool(document.ipvs.scheduler),
+            is_warning=has_scheduler,
         )
-    if not document.node_port_addresses and document.mode != "nftables":
+    if not fields.get("nodePortAddresses") and mode != "nftables":
         yield Diagnostic(
             f"{KUBE_PROXY}.nodePortAddresses is unset: NodePorts answer on all addresses of the "
             'node; consider ["primary"]'
         )
-    yield from _find_detect_local_diagnostics(document)
-
-
-def _find_detect_local_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
-    if document.cluster_cidr and document.detect_local_mode not in ("", "ClusterCIDR"):
-        yield Diagnostic(f"{KUBE_PROXY}.clusterCIDR is not used: detectLocalMode is {document.detect_local_mode}")
-    for _, field, name, required_mode in _pod_device_names(document.detect_local):
-        if name and document.detect_local_mode != required_mode:
-            yield Diagnostic(
-                f"{KUBE_PROXY}.detectLocal.{field} is not used: detectLocalMode is "
-                f"{document.detect_local_mode or 'ClusterCIDR'}"
-            )
-    if not document.cluster_cidr and document.detect_local_mode in ("", "ClusterCIDR"):
+    local_mode = fields.get("detectLocalMode", "ClusterCIDR")
+    for path, required_mode in (("clusterCIDR", "ClusterCIDR"), *(row[1:] for row in POD_DEVICE_NAMES)):
+        if path in fields and local_mode != required_mode:
+            yield Diagnostic(f"{KUBE_PROXY}.{path} is not used: detectLocalMode is {local_mode}")
+    if "clusterCIDR" not in fields and local_mode == "ClusterCIDR":
         yield Diagnostic(
             f"{KUBE_PROXY}.clusterCIDR is empty: no ClusterIP is masqueraded, and pods of this "
             "node are recognized by their devices"

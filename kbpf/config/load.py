@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbpf.config import documents, durations, kinds, kubeproxy
-from kbpf.config.documents import KBPF, KUBE_PROXY, ConfigDocuments, KbpfConfiguration
-from kbpf.config.kubeproxy import KubeProxyConfiguration
+from kbpf.config.documents import KBPF, KUBE_PROXY, ConfigDocuments
 from kbpf.config.settings import DEFAULT, REMOVED_SETTINGS, SETTINGS, SETTINGS_BY_FLAG, ignored_in_ipvs
-from kbpf.config.values import ConfigValues, Diagnostic, Diagnostics
+from kbpf.config.values import ConfigValues, Diagnostic
 from kbpf.errors import ConfigError, ConfigErrors, closest_name
 from kbpf.kernel.system import mounts
 from kbpf.model.address import family_of, parse_addr
@@ -73,11 +72,6 @@ def read_file(path: Path) -> bytes:
         ) from error
 
 
-def load_config(flag_values: Mapping[str, str], environ: Mapping[str, str]) -> Config:
-    """Returns the Config for these flags ({name: text}) and environment variables."""
-    return load(flag_values, environ).config
-
-
 def load(
     flag_values: Mapping[str, str], environ: Mapping[str, str], data: bytes | None = None, where: str = "--config"
 ) -> LoadedConfig:
@@ -85,35 +79,31 @@ def load(
     ConfigErrors, or ConfigError if the file cannot be parsed.
     """
     file_documents = documents.parse(data, where) if data is not None else ConfigDocuments()
-    diagnostics = Diagnostics(notes=list(file_documents.notes))
     values = ConfigValues()
+    values.notes += file_documents.notes
     if file_documents.kube_proxy is not None:
-        kube_proxy_config = documents.decode(KubeProxyConfiguration, file_documents.kube_proxy, KUBE_PROXY, diagnostics)
-        values.merge(kubeproxy.read_settings(kube_proxy_config))
-        diagnostics.notes += kubeproxy.find_diagnostics(kube_proxy_config)
+        values.merge(kubeproxy.read(file_documents.kube_proxy))
     if file_documents.kbpf is not None:
-        kbpf_config = documents.decode(KbpfConfiguration, file_documents.kbpf, KBPF, diagnostics, strict=True)
-        values.merge(documents.read_settings(kbpf_config))
-    values.merge(_read_flags(flag_values, environ, file_documents.kube_proxy is not None, diagnostics.notes))
-    errors = (*diagnostics.errors, *values.errors)
-    if not errors:
+        values.merge(documents.read_kbpf(file_documents.kbpf))
+    values.merge(_read_flags(flag_values, environ, file_documents.kube_proxy is not None))
+    if not values.errors:
         result = _build_config(values)
-        errors = tuple(_find_contradictions(result, values))
-    if errors:
-        warnings = tuple(note.text for note in diagnostics.notes if note.is_warning)
-        raise ConfigErrors(errors, warnings, values.get("log_format", Config().log_format))
-    return LoadedConfig(result, (*diagnostics.notes, *_find_warnings(result, values)), values.origins)
+        values.errors += _find_contradictions(result, values)
+    if values.errors:
+        warnings = tuple(note.text for note in values.notes if note.is_warning)
+        raise ConfigErrors(tuple(values.errors), warnings, values.get("log_format", Config().log_format))
+    return LoadedConfig(result, (*values.notes, *_find_warnings(result, values)), values.origins)
 
 
 def _read_flags(
-    flag_values: Mapping[str, str], environ: Mapping[str, str], has_kube_proxy_document: bool, notes: list[Diagnostic]
+    flag_values: Mapping[str, str], environ: Mapping[str, str], has_kube_proxy_document: bool
 ) -> ConfigValues:
     """Reads flags and environment variables."""
     values = ConfigValues()
     ignored: list[str] = []
     proxy_mode = flag_values.get("--proxy-mode") or environ.get("KBPF_PROXY_MODE") or "iptables"
-    notes += _find_unknown_variables(environ)
-    notes += _find_removed_settings(flag_values, environ)
+    values.notes += _find_unknown_variables(environ)
+    values.notes += _find_removed_settings(flag_values, environ)
     for setting in SETTINGS:
         flag, variable = setting.name, setting.environment_variable
         if flag_values.get(flag) or (flag in flag_values and setting.kind.accepts_empty):
@@ -125,15 +115,15 @@ def _read_flags(
         if has_kube_proxy_document and setting.is_ignored_with_kube_proxy_document:
             ignored.append(origin)
         elif setting.proxy_modes and proxy_mode not in setting.proxy_modes:
-            notes.append(Diagnostic(f"{origin} is not used: kube-proxy's mode is {proxy_mode}"))
+            values.notes.append(Diagnostic(f"{origin} is not used: kube-proxy's mode is {proxy_mode}"))
         elif not setting.field:
-            notes.append(Diagnostic(f"{origin} is accepted but not used: {setting.help}"))
+            values.notes.append(Diagnostic(f"{origin} is accepted but not used: {setting.help}"))
         else:
-            values.parse(setting.field, origin, text, setting.parse)
+            values.parse(setting.field, origin, text, setting.kind.parse)
             if setting.kind is kinds.FEATURE_GATES:
-                notes += _find_unused_gates(origin, text)
+                values.notes += _find_unused_gates(origin, text)
     if ignored:
-        notes.append(
+        values.notes.append(
             Diagnostic(
                 f"ignored, as kube-proxy does with --config: {', '.join(ignored)}; set it in the file's {KUBE_PROXY}",
                 is_warning=True,
@@ -411,20 +401,12 @@ def _errors(loaded: LoadedConfig) -> Iterator[ConfigError]:
     would fall back to IPVS.
     """
     cgroup = loaded.config.cgroup
-    if cgroup is not None and loaded.config.mode != "ipvs":
-        location = loaded.origins["cgroup"]
-        if not cgroup.is_dir():
-            yield ConfigError(
-                f"no such cgroup v2 folder: {cgroup}",
-                location,
-                "name an existing folder, or leave it out for the root cgroup",
-            )
-        elif not mounts.is_cgroup2(cgroup):
-            yield ConfigError(
-                f"not a cgroup v2 folder: {cgroup}",
-                location,
-                "name a folder of cgroup v2, or leave it out for the root cgroup",
-            )
+    if cgroup is not None and loaded.config.mode != "ipvs" and not mounts.is_cgroup2(cgroup):
+        yield ConfigError(
+            f"{'not a' if cgroup.is_dir() else 'no such'} cgroup v2 folder: {cgroup}",
+            loaded.origins["cgroup"],
+            "name an existing folder of cgroup v2, or leave it out for the root cgroup",
+        )
 
 
 def _notes(loaded: LoadedConfig) -> Iterator[Diagnostic]:

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbpf.config import documents, kubeproxy
-from kbpf.config.documents import KBPF, KBPF_SETTINGS, KUBE_PROXY, KbpfConfiguration
-from kbpf.config.kubeproxy import KubeProxyConfiguration
+from kbpf.config.documents import KBPF, KBPF_SETTINGS, KUBE_PROXY
 from kbpf.config.load import read_file
-from kbpf.config.values import Diagnostics
 from kbpf.errors import ConfigError
 
 FIELD_BY_PATH: Final[Mapping[str, str]] = {
@@ -61,17 +59,12 @@ def parse_locations(data: bytes, where: str) -> ConfiguredLocations:
     values: dict[str, Any] = {}
     packet_path = True
     if file_documents.kbpf is not None:
-        diagnostics = Diagnostics()
-        kbpf_values = documents.read_settings(
-            documents.decode(KbpfConfiguration, file_documents.kbpf, KBPF, diagnostics, True)
-        )
-        errors += (*diagnostics.errors, *kbpf_values.errors)
+        kbpf_values = documents.read_kbpf(file_documents.kbpf)
+        errors += kbpf_values.errors
         packet_path = kbpf_values.fields.get("packet_path") is not False
         values = {name: kbpf_values.fields[name] for name in FIELD_BY_PATH.values() if name in kbpf_values.fields}
     if file_documents.kube_proxy is not None:
-        diagnostics = Diagnostics()
-        kube_proxy_config = documents.decode(KubeProxyConfiguration, file_documents.kube_proxy, KUBE_PROXY, diagnostics)
-        errors += (*diagnostics.errors, *kubeproxy.read_settings(kube_proxy_config).errors)
+        errors += kubeproxy.read(file_documents.kube_proxy).errors
     unreadable: dict[str, ConfigError] = {}
     other_errors: list[ConfigError] = []
     for problem in errors:

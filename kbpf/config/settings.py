@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from kbpf.config import kinds
-from kbpf.config.kinds import USED_GATES, Kind, Parser
+from kbpf.config.kinds import USED_GATES, Kind
 from kbpf.model.config import Config
 
 CLUSTER: Final = "Where Services come from"
@@ -57,17 +57,8 @@ class Setting:
         return "KBPF_" + self.name.strip("-").replace("-", "_").upper()
 
     @property
-    def parse(self) -> Parser:
-        return self.kind.parse
-
-    @property
     def help(self) -> str:
         return f"mode ipvs: {self.text}" if self.only == IPVS else self.text
-
-    @property
-    def is_boolean(self) -> bool:
-        """Whether the flag without a value means `true`, as in kube-proxy."""
-        return self.kind.json_type is bool
 
     @property
     def is_ignored_with_kube_proxy_document(self) -> bool:
@@ -87,15 +78,17 @@ DEFAULT: Final = Config()
 class UnusedSetting:
     """A setting of kube-proxy that has no effect here, and why. `flag` and `path`: its flag and its
     field in KubeProxyConfiguration, or "". `defaults`: values of the field that mean the default,
-    besides the zero value.
+    besides the zero value. `json_type`: of the field.
     """
 
     flag: str
     path: str
     why: str
     defaults: Collection[Any] = ()
-    kind: Kind = kinds.TEXT
+    json_type: Any = str
 
+
+FEW_REQUESTS: Final = "kbpf sends few requests, which need no rate limit"
 
 UNUSED_SETTINGS: Final = (
     UnusedSetting(
@@ -104,13 +97,14 @@ UNUSED_SETTINGS: Final = (
         "kbpf requests JSON",
         ("application/vnd.kubernetes.protobuf", "application/json"),
     ),
-    UnusedSetting("--kube-api-qps", "clientConnection.qps", "kbpf sends few requests, which need no rate limit", (5,)),
-    UnusedSetting(
-        "--kube-api-burst", "clientConnection.burst", "kbpf sends few requests, which need no rate limit", (10,)
-    ),
+    UnusedSetting("--kube-api-qps", "clientConnection.qps", FEW_REQUESTS, (5,), float),
+    UnusedSetting("--kube-api-burst", "clientConnection.burst", FEW_REQUESTS, (10,), int),
     UnusedSetting("--show-hidden-metrics-for-version", "showHiddenMetricsForVersion", "no metric is hidden"),
     UnusedSetting(
-        "--ipvs-exclude-cidrs", "ipvs.excludeCIDRs", "kbpf never changes IPVS services that it has not created"
+        "--ipvs-exclude-cidrs",
+        "ipvs.excludeCIDRs",
+        "kbpf never changes IPVS services that it has not created",
+        json_type=kinds.LIST,
     ),
     UnusedSetting("--healthz-port", "", "use --healthz-bind-address and --metrics-bind-address"),
     UnusedSetting("--metrics-port", "", "use --healthz-bind-address and --metrics-bind-address"),
@@ -118,29 +112,30 @@ UNUSED_SETTINGS: Final = (
         "--log-flush-frequency",
         "logging.flushFrequency",
         "each line is written immediately",
-        ("", "0s", "5s", 5_000_000_000),
+        ("0s", "5s", 5_000_000_000),
+        int | str,
     ),
-    UnusedSetting("--vmodule", "logging.vmodule", "kbpf logs by level, not by file"),
+    UnusedSetting("--vmodule", "logging.vmodule", "kbpf logs by level, not by file", (), tuple[dict[str, Any], ...]),
     UnusedSetting("--log-text-info-buffer-size", "", "each line is written immediately"),
     UnusedSetting("--log-json-info-buffer-size", "", "each line is written immediately"),
     UnusedSetting("--boot-id-file", "", "kube-proxy does not use them either"),
     UnusedSetting("--machine-id-file", "", "kube-proxy does not use them either"),
-    UnusedSetting("--profiling", "enableProfiling", "kbpf has no /debug/pprof", kind=kinds.BOOLEAN),
-    UnusedSetting("--log-text-split-stream", "", "all lines go to stderr", kind=kinds.BOOLEAN),
-    UnusedSetting("--log-json-split-stream", "", "all lines go to stderr", kind=kinds.BOOLEAN),
+    UnusedSetting("--profiling", "enableProfiling", "kbpf has no /debug/pprof", json_type=bool),
+    UnusedSetting("--log-text-split-stream", "", "all lines go to stderr", json_type=bool),
+    UnusedSetting("--log-json-split-stream", "", "all lines go to stderr", json_type=bool),
     UnusedSetting("", "clientConnection.acceptContentTypes", "kbpf requests JSON"),
     UnusedSetting(
         "",
         "iptables.snatNodeInternalIP",
         "clients get an address of the outgoing device, which may differ from the node's "
         "InternalIP that policies may expect",
-        (False,),
+        json_type=bool,
     ),
-    UnusedSetting("", "winkernel", "kbpf runs on Linux only"),
-    UnusedSetting("", "windowsRunAsService", "kbpf runs on Linux only"),
+    UnusedSetting("", "winkernel", "kbpf runs on Linux only", json_type=dict[str, Any]),
+    UnusedSetting("", "windowsRunAsService", "kbpf runs on Linux only", json_type=bool),
     UnusedSetting("", "portRange", "kube-proxy does not use it either"),
     UnusedSetting("", "udpIdleTimeout", "kube-proxy does not use it either"),
-    UnusedSetting("", "logging.options", "all lines go to stderr"),
+    UnusedSetting("", "logging.options", "all lines go to stderr", json_type=dict[str, Any]),
     UnusedSetting(
         "", "featureGates", f"kbpf uses {' and '.join(sorted(USED_GATES))} and no other feature gate of Kubernetes"
     ),
@@ -728,7 +723,17 @@ SETTINGS: Final = (
             ("affinity", kinds.ENTRIES, "clients with session affinity; the oldest are evicted"),
         )
     ),
-    *(Setting(unused.flag, "", unused.kind, UNUSED_FLAGS, unused.why) for unused in UNUSED_SETTINGS if unused.flag),
+    *(
+        Setting(
+            unused.flag,
+            "",
+            kinds.BOOLEAN if unused.json_type is bool else kinds.TEXT,
+            UNUSED_FLAGS,
+            unused.why,
+        )
+        for unused in UNUSED_SETTINGS
+        if unused.flag
+    ),
 )
 
 REMOVED_SETTINGS: Final = tuple(

@@ -4,7 +4,6 @@ remarks that are no errors.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from kbpf.errors import ConfigError
@@ -23,23 +22,16 @@ class Diagnostic(NamedTuple):
     event: str = ""
 
 
-@dataclass(slots=True)
-class Diagnostics:
-    """Errors and other diagnostics collected while documents are read."""
-
-    errors: list[ConfigError] = field(default_factory=list)
-    notes: list[Diagnostic] = field(default_factory=list)
-
-
 class ConfigValues:
-    """Values of Config's fields by name, and the errors found. A dot leads into a part:
-    `sizes.slots`. Origins are paths below `prefix`.
+    """Values of Config's fields by name, and the errors and other diagnostics found. A dot leads
+    into a part: `sizes.slots`. Origins are paths below `prefix`.
     """
 
     def __init__(self, prefix: str = "") -> None:
         self.fields: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.errors: list[ConfigError] = []
+        self.notes: list[Diagnostic] = []
         self._prefix = prefix
 
     def get(self, field: str, default: Any) -> Any:
@@ -76,7 +68,8 @@ class ConfigValues:
         self.errors.append(ConfigError(problem, self._prefix + origin, hint))
 
     def merge(self, values: "ConfigValues") -> None:
-        """Adds the values and errors of `values`, which take precedence."""
+        """Adds everything in `values`, which takes precedence."""
         self.fields |= values.fields
         self.origins |= values.origins
         self.errors += values.errors
+        self.notes += values.notes

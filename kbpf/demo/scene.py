@@ -256,7 +256,7 @@ class DemoScene:
         """Sets the endpoints of the Service."""
         self._write_objects("endpoints", manifests.endpoint_slices(backends))
 
-    def start_client(self, place: str, requests: int, rate: float, waits: bool = True) -> subprocess.Popen[str]:
+    def start_client(self, place: str, requests: int, rate: float, waits: bool) -> subprocess.Popen[str]:
         """Starts a client (client.py): `client` is a Pod and dials the ClusterIP, `outside` is
         another machine and dials the NodePort.
         """

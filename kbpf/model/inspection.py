@@ -74,6 +74,16 @@ class BackendSet(msgspec.Struct, frozen=True, eq=False, gc=False):
 EMPTY_SET = BackendSet(0, 0, {})
 
 
+def describe_conditions(ready: bool, serving: bool, terminating: bool) -> str:
+    """The state of an endpoint: ``ready``, ``not ready``, ``terminating, serving``, ..."""
+    if terminating:
+        conditions = [(ready, "ready"), (True, "terminating"), (serving, "serving")]
+        return ", ".join(text for is_true, text in conditions if is_true)
+    if ready:
+        return "ready"
+    return "not ready, serving" if serving else "not ready"
+
+
 class EndpointEntry(msgspec.Struct, frozen=True, gc=False):
     """What the EndpointSlices say of an endpoint of a Service port, whether it is a backend or not.
     `pod` is ``namespace/name``. The texts are "" if the slice does not have them; long ones are cut
@@ -92,13 +102,7 @@ class EndpointEntry(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def state(self) -> str:
-        """The conditions: ``ready``, ``not ready``, ``terminating, serving``, ..."""
-        if self.terminating:
-            conditions = [(self.ready, "ready"), (True, "terminating"), (self.serving, "serving")]
-            return ", ".join(text for is_true, text in conditions if is_true)
-        if self.ready:
-            return "ready"
-        return "not ready, serving" if self.serving else "not ready"
+        return describe_conditions(self.ready, self.serving, self.terminating)
 
     def is_pod(self, name: str, namespace: str = "") -> bool:
         """Whether it is the Pod of this name, in this namespace or, if that is "", in any."""
@@ -316,7 +320,7 @@ class Connection(msgspec.Struct, frozen=True, gc=False):
     `seen_as`: the source that the backend sees: the node's (`masqueraded`) or the client's. The
     client's port may be changed if two connections would look the same to the backend.
 
-    `state`, one of CONNECTION_STATES: new (no reply yet), answered (the backend replied with a
+    `state`, a ConnectionState: new (no reply yet), answered (the backend replied with a
     SYN-ACK, an INIT-ACK or a datagram), unproven (TCP: the client completed the handshake, the
     backend has not confirmed it), established, closing (FIN from one side), closed (FINs from both,
     or RST).
@@ -356,7 +360,15 @@ class Connection(msgspec.Struct, frozen=True, gc=False):
     backend_node: str = ""
 
 
-CONNECTION_STATES = ("new", "established", "closing", "closed", "answered", "unproven")
+class ConnectionState(StrEnum):
+    """See Connection."""
+
+    NEW = "new"
+    ESTABLISHED = "established"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    ANSWERED = "answered"
+    UNPROVEN = "unproven"
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,15 +603,19 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Verification(msgspec.Struct, frozen=True):
-    """The result of `kbpf verify`: what was compared, and every difference.
+    """What `kbpf verify` compared. The differences are the items.
 
+    - `total`: the number of differences, also of those that `--limit` leaves out; `equal`: there is
+      none.
+    - `service_ports`: desired Service ports; `entries`: entries of maps.
     - `proven`: connections and packets that got through.
-    - `changing`: Service ports whose objects or entries changed in each of the readings, so that
-      nothing is said about them.
+    - `readings`: how often everything was read.
+    - `changing`: what changed in each of the readings, so that nothing is said about it.
     - `notes`: a line for each part that could not be compared, and why.
     """
 
-    differences: tuple[Difference, ...]
+    equal: bool
+    total: int
     service_ports: int
     entries: int
     proven: int

@@ -45,13 +45,14 @@ class BackgroundCollector:
         self,
         count_traffic: Callable[[Pause], TrafficStats],
         format_traffic: Callable[[TrafficStats], list[str]],
-        refresh: Callable[[], None] = lambda: None,
+        refresh: Callable[[], None],
     ) -> None:
         self._count_traffic, self._format_traffic = count_traffic, format_traffic
         self._refresh = refresh
         self._lines = b""
         self._wake, self._stop = threading.Event(), threading.Event()
         self._last_scrape = float("-inf")
+        self._work_start = 0.0  # of the present chunk, by time.thread_time()
         self._error = LastError()
         self._thread: threads.SupervisedThread | None = None
 
@@ -98,19 +99,13 @@ class BackgroundCollector:
             threads.heartbeat()
             self._refresh()
             start = time.thread_time()
-            self.collect(_Throttle(self._stop).pause)
+            self._work_start = start
+            self.collect(self._pause)
             cost = time.thread_time() - start
             self._stop.wait(max(MIN_COLLECT_INTERVAL_S, cost / MAX_CPU_SHARE))
 
-
-class _Throttle:
-    """Sleeps after each chunk of work, in proportion to the CPU time that it took."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-        self._work_start = time.thread_time()
-
-    def pause(self) -> None:
+    def _pause(self) -> None:
+        """Sleeps after a chunk of work, in proportion to the CPU time that it took."""
         cpu_time = time.thread_time() - self._work_start
         self._stop.wait(min(cpu_time * PAUSE_RATIO, MAX_PAUSE_S))
         self._work_start = time.thread_time()

@@ -117,7 +117,7 @@ def healthz(verdict: HealthVerdict, eligible: bool) -> HttpResponse:
     return _respond(verdict, verdict.healthy and eligible, {"nodeEligible": eligible})
 
 
-def livez(verdict: HealthVerdict, threads: Sequence[str] = ()) -> HttpResponse:
+def livez(verdict: HealthVerdict, threads: Sequence[str]) -> HttpResponse:
     """Returns the response to /livez. `threads` has a line for each one that is down or stuck."""
     extra = {"threads": list(threads)} if threads else {}
     return _respond(verdict, verdict.healthy and not threads, extra)

@@ -33,24 +33,11 @@ class AgentValues(NamedTuple):
     config: Config
 
 
-class ServerValues(NamedTuple):
-    """What the metrics of the HTTP server and the Event sender are read from. `checks`: health
-    checks of Services.
-    """
-
-    healthy: bool
-    eligible: bool
-    events_sent: int
-    events_dropped: int
-    checks: int
-    checks_failed: int
-
-
-def _gauge(name: str, text: str, read: Reader[T], *labels: str) -> Metric[T]:
+def gauge(name: str, text: str, read: Reader[T], *labels: str) -> Metric[T]:
     return Metric(f"kbpf_{name}", "gauge", text, read, labels)
 
 
-def _counter(name: str, text: str, read: Reader[T], *labels: str) -> Metric[T]:
+def counter(name: str, text: str, read: Reader[T], *labels: str) -> Metric[T]:
     return Metric(f"kbpf_{name}_total", "counter", text, read, labels)
 
 
@@ -86,8 +73,8 @@ def _packet_path_states(values: AgentValues) -> list[Series] | None:
 
 
 AGENT_METRICS: Final[Sequence[Metric[AgentValues]]] = (
-    _gauge("build_info", "The version, as a label", lambda a: [((a.status.version,), 1)], "version"),
-    _gauge(
+    gauge("build_info", "The version, as a label", lambda a: [((a.status.version,), 1)], "version"),
+    gauge(
         "mode_info",
         "The active data plane, the requested mode and the main settings",
         _mode_info,
@@ -98,141 +85,129 @@ AGENT_METRICS: Final[Sequence[Metric[AgentValues]]] = (
         "socket_lb",
         "algorithm",
     ),
-    _gauge("synced", "1 after everything has been programmed once", lambda a: a.status.synced),
-    _gauge("services", "Services in the store", lambda a: a.status.services),
-    _gauge("service_ports", "Desired Service ports, counted per address family", lambda a: a.status.service_ports),
-    _gauge("service_ports_refused", "Service ports that could not be programmed", lambda a: a.status.refused),
-    _gauge(
+    gauge("synced", "1 after everything has been programmed once", lambda a: a.status.synced),
+    gauge("services", "Services in the store", lambda a: a.status.services),
+    gauge("service_ports", "Desired Service ports, counted per address family", lambda a: a.status.service_ports),
+    gauge("service_ports_refused", "Service ports that could not be programmed", lambda a: a.status.refused),
+    gauge(
         "service_ports_without_endpoints",
         "Service ports that refuse connections: no endpoints",
         lambda a: a.status.without_endpoints,
     ),
-    _gauge(
+    gauge(
         "service_ports_with_refused_addresses",
         "Service ports of which an address is not served: taken, or not allowed",
         lambda a: a.status.address_refusals,
     ),
-    _gauge("problems", "Lines that `kbpf inspect status` lists as problems", lambda a: a.status.problem_count),
-    _gauge("sync_failing", "1 while writes to the data plane fail", lambda a: bool(a.status.error)),
-    _gauge("last_sync_duration_seconds", "Duration of the last pass", lambda a: a.status.last_apply_ms / 1000),
-    _gauge(
+    gauge("problems", "Lines that `kbpf inspect status` lists as problems", lambda a: a.status.problem_count),
+    gauge("sync_failing", "1 while writes to the data plane fail", lambda a: bool(a.status.error)),
+    gauge("last_sync_duration_seconds", "Duration of the last pass", lambda a: a.status.last_apply_ms / 1000),
+    gauge(
         "config_last_reload_successful",
         "0 while the agent runs with older settings because the --config file was rejected",
         lambda a: None if a.status.config_error is None else not a.status.config_error,
     ),
-    _gauge(
+    gauge(
         "namespace_service_ports_refused",
         "Service ports that could not be programmed, for the namespaces with the most of them",
         lambda a: [((name,), n) for name, n in sorted(a.status.refused_namespaces.items())],
         "namespace",
     ),
-    _counter("syncs", "Passes written to the data plane", lambda a: a.status.applied),
-    _gauge("source_synced", "1 after the first complete list", _by_source(lambda source: source.synced), "source"),
-    _gauge(
+    counter("syncs", "Passes written to the data plane", lambda a: a.status.applied),
+    gauge("source_synced", "1 after the first complete list", _by_source(lambda source: source.synced), "source"),
+    gauge(
         "source_watching",
         "1 while the watch is established",
         _by_source(lambda source: source.state == "watching"),
         "source",
     ),
-    _gauge("source_failures", "Consecutive failed attempts", _by_source(lambda source: source.failures), "source"),
-    _gauge("source_last_event_timestamp_seconds", "When the source last received data", _last_event_times, "source"),
-    _counter(
+    gauge("source_failures", "Consecutive failed attempts", _by_source(lambda source: source.failures), "source"),
+    gauge("source_last_event_timestamp_seconds", "When the source last received data", _last_event_times, "source"),
+    counter(
         "source_drift",
         "Objects found changed by a new list without an event for it",
         _by_source(lambda source: source.drift),
         "source",
     ),
-    _gauge(
+    gauge(
         "thread_up",
         "0 while a thread of the agent is down, stuck, or fails repeatedly",
         lambda a: [((thread.name,), not thread.problem) for thread in a.status.threads],
         "thread",
     ),
-    _counter(
+    counter(
         "thread_restarts",
         "Times that a thread failed and was restarted",
         lambda a: [((thread.name,), thread.restarts) for thread in a.status.threads],
         "thread",
     ),
-    _gauge(
+    gauge(
         "verify_differences",
         "Differences that the agent found when it last verified this part of what it serves",
         lambda a: [((part.name,), part.differences) for part in a.status.verified] or None,
         "part",
     ),
-    _gauge(
+    gauge(
         "verify_last_timestamp_seconds",
         "When it did so, in seconds since the epoch",
         lambda a: [((part.name,), part.timestamp) for part in a.status.verified] or None,
         "part",
     ),
-    _gauge(
+    gauge(
         "failing_backends",
         "Backends to which hardly a connection from this node succeeded in the last minute",
         lambda a: a.status.failing_backends,
     ),
-    _gauge("packet_path", "1 for the current state of the packet path", _packet_path_states, "state"),
-    _gauge(
+    gauge("packet_path", "1 for the current state of the packet path", _packet_path_states, "state"),
+    gauge(
         "packet_path_failed_devices",
         "Devices to which the packet path could not be attached",
         lambda a: a.status.packets.failed_count if a.status.packets is not None else None,
     ),
 )
-SERVER_METRICS: Final[Sequence[Metric[ServerValues]]] = (
-    _gauge("healthy", "1 unless a change has waited too long to be programmed", lambda s: s.healthy),
-    _gauge("node_eligible", "0 while the node is about to be removed", lambda s: s.eligible),
-    _counter(
-        "events",
-        "Kubernetes Events, sent or dropped",
-        lambda s: [(("sent",), s.events_sent), (("dropped",), s.events_dropped)],
-        "outcome",
-    ),
-    _gauge("service_health_checks", "Services with a healthCheckNodePort", lambda s: s.checks),
-    _gauge("service_health_checks_failed", "Health checks whose port could not be opened", lambda s: s.checks_failed),
-)
 DATA_PLANE_METRICS: Final[Sequence[Metric[DataPlaneMetrics]]] = (
-    _gauge(
+    gauge(
         "map_entries",
         "Entries in a map",
         lambda p: [((t.name,), t.entries) for t in p.tables if t.entries is not None],
         "map",
     ),
-    _gauge(
+    gauge(
         "map_max_entries",
         "Current capacity of a map; maps written by the agent grow",
         lambda p: [((t.name,), t.capacity) for t in p.tables],
         "map",
     ),
-    _gauge(
+    gauge(
         "map_limit_entries",
         "Maximum capacity of a map (--max-...); only of maps that do not evict entries",
         lambda p: [((t.name,), t.limit) for t in p.tables if t.limit is not None],
         "map",
     ),
-    _gauge(
+    gauge(
         "map_bytes",
         "Kernel memory used by a map",
         lambda p: [((t.name,), t.bytes) for t in p.tables if t.bytes is not None],
         "map",
     ),
-    _gauge(
+    gauge(
         "hooks_attached",
         "1 if the socket hook is attached; one series for each requested hook",
         lambda p: [((name,), attached) for name, attached in p.hooks],
         "hook",
     ),
-    _gauge(
+    gauge(
         "foreign_programs",
         "Programs of other load balancers, or of another kbpf, on the same hooks and devices",
         lambda p: p.foreign_programs,
     ),
-    _gauge(
+    gauge(
         "bypassed_firewall_chains",
         "Chains of the host that may refuse packets, but see those for NodePorts and VIPs only "
         "after kbpf has translated them",
         lambda p: p.bypassed_chains,
     ),
-    _counter(
+    counter(
         "decisions",
         "Decisions on connections, datagrams and packets, by verdict and reason",
         lambda p: [((d.reason, d.verdict), d.total) for d in p.reason_counts],
@@ -320,14 +295,14 @@ TCP_FAILURES: Final = frozenset(("unanswered", "reset"))
 def _outcome_metrics(prefix: str, subject: str) -> tuple[Metric[_Traffic], ...]:
     """What connections came to."""
     return (
-        _counter(
+        counter(
             f"{prefix}_connections",
             f"Connections opened to {subject}",
             lambda t: t.counts("opened", lambda stats: stats.opened),
         ),
-        _counter(f"{prefix}_failures", f"Failed connections to {subject}, by reason", lambda t: t.failures(prefix)),
-        _counter(f"{prefix}_bytes", "Bytes from clients (in) and to them (out)", lambda t: t.bytes()),
-        _counter(
+        counter(f"{prefix}_failures", f"Failed connections to {subject}, by reason", lambda t: t.failures(prefix)),
+        counter(f"{prefix}_bytes", "Bytes from clients (in) and to them (out)", lambda t: t.bytes()),
+        counter(
             f"{prefix}_retransmits",
             "TCP segments that clients on this node retransmitted",
             lambda t: t.counts("rtts", lambda stats: stats.retransmits, only_tcp=True),
@@ -355,29 +330,29 @@ def _histograms(field: str, stats: TrafficStats) -> list[Series]:
 
 
 SERVICE_METRICS: Final[Sequence[Metric[_Traffic]]] = (
-    _gauge("service_connections", "Open connections of a Service port", _if_counted(lambda t: t.open_connections())),
-    _gauge(
+    gauge("service_connections", "Open connections of a Service port", _if_counted(lambda t: t.open_connections())),
+    gauge(
         "connections",
         "Open connections of all Services",
         _if_counted(lambda t: sum(count for _, count in t.stats.connections or ())),
     ),
-    _gauge(
+    gauge(
         "tracked_connections",
         "Packet path connections that cannot be evicted",
         lambda t: None if t.stats.flow_count is None else t.stats.flow_count.live,
     ),
-    _gauge(
+    gauge(
         "tracked_connections_limit",
         "Limit of tracked connections (--max-connections)",
         lambda t: None if t.stats.flow_count is None else t.stats.flow_count.capacity,
     ),
-    _gauge("kube_proxy_running", "1 if a kube-proxy runs on this node", lambda t: t.stats.kube_proxy_running),
-    _gauge("kube_proxy_rules", "1 if rules of a kube-proxy are on this node", lambda t: t.stats.kube_proxy_rules),
-    _gauge("service_series_left_out", "Service ports with connections whose series are omitted", lambda t: t.left_out),
+    gauge("kube_proxy_running", "1 if a kube-proxy runs on this node", lambda t: t.stats.kube_proxy_running),
+    gauge("kube_proxy_rules", "1 if rules of a kube-proxy are on this node", lambda t: t.stats.kube_proxy_rules),
+    gauge("service_series_left_out", "Service ports with connections whose series are omitted", lambda t: t.left_out),
     *_outcome_metrics("service", "a Service port"),
 )
 BACKEND_METRICS: Final[Sequence[Metric[_Traffic]]] = (
-    _gauge("backend_connections", "Open connections of a backend", lambda t: t.open_connections() or None),
+    gauge("backend_connections", "Open connections of a backend", lambda t: t.open_connections() or None),
     *_outcome_metrics("backend", "a backend"),
 )
 
@@ -424,52 +399,14 @@ def _port_labels(namespace: str, service: str, port: str, protocol: str) -> str:
     return format_labels(namespace=namespace, service=service, port=port, protocol=protocol)[1:-1]
 
 
-class ProcessValues(NamedTuple):
-    """What the metrics of the process are read from; sizes are in bytes."""
-
-    cpu_seconds: float
-    max_fds: int
-    open_fds: int
-    resident: int
-    start_time: float
-    virtual: int
-
-
-PROCESS_METRICS: Final[Sequence[Metric[ProcessValues]]] = (
-    Metric(
-        "process_cpu_seconds_total",
-        "counter",
-        "Total user and system CPU time spent in seconds.",
-        lambda p: p.cpu_seconds,
-    ),
-    Metric("process_max_fds", "gauge", "Maximum number of open file descriptors.", lambda p: p.max_fds),
-    Metric("process_open_fds", "gauge", "Number of open file descriptors.", lambda p: p.open_fds),
-    Metric("process_resident_memory_bytes", "gauge", "Resident memory size in bytes.", lambda p: p.resident),
-    Metric(
-        "process_start_time_seconds",
-        "gauge",
-        "Start time of the process since unix epoch in seconds.",
-        lambda p: p.start_time,
-    ),
-    Metric("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes.", lambda p: p.virtual),
-)
-"""Under the names that Prometheus client libraries use."""
-SCRAPE_METRICS: Final[Sequence[Metric[float]]] = (
-    _gauge("scrape_duration_seconds", "Time that it took to format this page", lambda seconds: seconds),
-)
-
-
-def read_process() -> ProcessValues:
-    pages = [int(field) for field in Path("/proc/self/statm").read_text().split()[:2]]
+def _read_cpu_seconds(_: None) -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return ProcessValues(
-        cpu_seconds=usage.ru_utime + usage.ru_stime,
-        max_fds=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        open_fds=len(os.listdir("/proc/self/fd")),
-        resident=pages[1] * resource.getpagesize(),
-        start_time=process_start_time(),
-        virtual=pages[0] * resource.getpagesize(),
-    )
+    return usage.ru_utime + usage.ru_stime
+
+
+def _read_bytes(field: int) -> Reader[None]:
+    """A field of /proc/self/statm, which counts pages."""
+    return lambda _: int(Path("/proc/self/statm").read_text().split()[field]) * resource.getpagesize()
 
 
 @cache
@@ -478,3 +415,32 @@ def process_start_time() -> float:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start_after_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + start_after_boot, 2)
+
+
+PROCESS_METRICS: Final[Sequence[Metric[None]]] = (
+    Metric(
+        "process_cpu_seconds_total",
+        "counter",
+        "Total user and system CPU time spent in seconds.",
+        _read_cpu_seconds,
+    ),
+    Metric(
+        "process_max_fds",
+        "gauge",
+        "Maximum number of open file descriptors.",
+        lambda _: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    ),
+    Metric("process_open_fds", "gauge", "Number of open file descriptors.", lambda _: len(os.listdir("/proc/self/fd"))),
+    Metric("process_resident_memory_bytes", "gauge", "Resident memory size in bytes.", _read_bytes(1)),
+    Metric(
+        "process_start_time_seconds",
+        "gauge",
+        "Start time of the process since unix epoch in seconds.",
+        lambda _: process_start_time(),
+    ),
+    Metric("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes.", _read_bytes(0)),
+)
+"""Under the names that Prometheus client libraries use."""
+SCRAPE_METRICS: Final[Sequence[Metric[float]]] = (
+    gauge("scrape_duration_seconds", "Time that it took to format this page", lambda seconds: seconds),
+)

@@ -13,7 +13,7 @@ always text: kube-proxy also has them as objects of the API group config.k8s.io.
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -29,7 +29,9 @@ from kbpf.policy.health_check import HealthCheck
 from kbpf.serve import exposition, health, kbpf_metrics
 from kbpf.serve.collector import BackgroundCollector
 from kbpf.serve.events import EventObject, EventRecorder, Post
+from kbpf.serve.exposition import Metric
 from kbpf.serve.http import LISTEN_RETRY_INTERVAL_S, NOT_FOUND, Handler, HttpServer
+from kbpf.serve.kbpf_metrics import counter, gauge
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.message import JSON, HttpRequest, HttpResponse
 
@@ -249,25 +251,33 @@ class AgentServer:
         if self._status is not None:
             agent = kbpf_metrics.AgentValues(self._status, self._config)
             lines += exposition.format_metrics(kbpf_metrics.AGENT_METRICS, agent)
-        values = kbpf_metrics.ServerValues(
-            healthy=self.health.verdict().healthy,
-            eligible=self._eligible,
-            events_sent=self.events.sent,
-            events_dropped=self.events.dropped,
-            checks=self._checks.count,
-            checks_failed=self._checks.failed_count,
-        )
-        lines += exposition.format_metrics(kbpf_metrics.SERVER_METRICS, values)
+        lines += exposition.format_metrics(METRICS, self)
         if self._find_reader is not None:
             try:
                 measures = self._find_reader().read_metrics()
                 lines += exposition.format_metrics(kbpf_metrics.DATA_PLANE_METRICS, measures)
             except KbpfError as error:
                 log.warning("cannot read the data plane's metrics; /metrics omits them: %s", error)
-        lines += exposition.format_metrics(kbpf_metrics.PROCESS_METRICS, kbpf_metrics.read_process())
+        lines += exposition.format_metrics(kbpf_metrics.PROCESS_METRICS, None)
         lines += exposition.format_metrics(kbpf_metrics.SCRAPE_METRICS, time.perf_counter() - start)
         return "\n".join(lines).encode() + b"\n"
 
+
+# The private attributes are those of AgentServer, of which this table is a part.
+METRICS: Final[Sequence[Metric[AgentServer]]] = (
+    gauge("healthy", "1 unless a change has waited too long to be programmed", lambda s: s.health.verdict().healthy),
+    gauge("node_eligible", "0 while the node is about to be removed", lambda s: s._eligible),
+    counter(
+        "events",
+        "Kubernetes Events, sent or dropped",
+        lambda s: [(("sent",), s.events.sent), (("dropped",), s.events.dropped)],
+        "outcome",
+    ),
+    gauge("service_health_checks", "Services with a healthCheckNodePort", lambda s: s._checks.count),
+    gauge(
+        "service_health_checks_failed", "Health checks whose port could not be opened", lambda s: s._checks.failed_count
+    ),
+)
 
 VERBOSE_HEALTHZ_BODY: Final = b"[+]ping ok\nhealthz check passed\n"
 SLIS_BODY: Final = b"""\

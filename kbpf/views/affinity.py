@@ -76,7 +76,7 @@ COLUMNS: Final = (
     Column("SERVICE", "service"),
     Column("BACKEND", "backend"),
     Column("AGE", "age_seconds", format_duration, right=True),
-    Column("EXPIRES-IN", _expires, right=True),
+    Column("EXPIRES-IN", _expires, right=True, by="expires_seconds"),
     Column("ADDRESS", _format_client, wide=True),
 )
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backends in the maps, and the Services that use each of them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -51,9 +51,7 @@ def build_rows(inspection: Inspection, name: str = "") -> tuple[BackendRow, ...]
                 users.setdefault(entry, set()).add(port.text)
         for endpoint in port.endpoints.values():
             names.setdefault(endpoint.backend, endpoint)
-    entries: Iterable[BackendEntry] = inspection.backends
-    if name:
-        entries = _select(inspection, name, entries, users, names)
+    entries = _select(inspection, name, users, names) if name else inspection.backends
     ordered = sorted((entry.backend, entry.id or 0, entry) for entry in entries if entry.backend)
     return tuple(
         _build_row(entry, backend, users.get(entry, set()), names.get(backend)) for backend, _, entry in ordered
@@ -63,31 +61,25 @@ def build_rows(inspection: Inspection, name: str = "") -> tuple[BackendRow, ...]
 def _select(
     inspection: Inspection,
     name: str,
-    entries: Iterable[BackendEntry],
     users: Mapping[BackendEntry, set[str]],
     names: Mapping[Backend, EndpointEntry],
-) -> Iterator[BackendEntry]:
+) -> Iterable[BackendEntry]:
     """Raises NotFoundError if nothing has this name."""
     ports = find_ports(inspection.services, name, inspection.location)
     services = {port.text for port in ports}
+    own = [entry for entry in inspection.backends if services & users.get(entry, set())]
     place = parse_place(name)
     namespace, _, pod = name.rpartition("/")
-    is_service = place is None and any(port.belongs_to(pod, namespace) for port in ports)
-    own = [entry for entry in entries if services & users.get(entry, set())]
-    if is_service:
-        yield from own
-        return
-    matching = []
-    for entry in own:
-        assert entry.backend is not None
-        endpoint = names.get(entry.backend)
-        if (
-            entry.backend.address == place[0] and place[1] in (0, entry.backend.port)
-            if place is not None
-            else endpoint is not None and endpoint.is_pod(pod, namespace)
-        ):
-            matching.append(entry)
-    yield from matching or own
+    if place is None and any(port.belongs_to(pod, namespace) for port in ports):
+        return own
+
+    def has_name(backend: Backend) -> bool:
+        if place is not None:
+            return backend.address == place[0] and place[1] in (0, backend.port)
+        endpoint = names.get(backend)
+        return endpoint is not None and endpoint.is_pod(pod, namespace)
+
+    return [entry for entry in own if entry.backend and has_name(entry.backend)] or own
 
 
 def _build_row(

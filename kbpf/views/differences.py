@@ -57,17 +57,16 @@ def _format_value(text: str | None, share: float | None) -> str:
     return text or "-"
 
 
-def _format_nodes(row: DifferenceRow) -> str:
-    if row.all_nodes:
-        return "all"
-    more = len(row.nodes) - MAX_NODES_SHOWN
-    shown = ",".join(row.nodes[:MAX_NODES_SHOWN])
+def join_nodes(names: Sequence[str], separator: str = ", ") -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - MAX_NODES_SHOWN
+    shown = separator.join(names[:MAX_NODES_SHOWN])
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 _NAMES: Final = (
     Column("SERVICE", _format_service),
-    Column("NODES", _format_nodes),
+    Column("NODES", lambda d: "all" if d.all_nodes else join_nodes(d.nodes, ",")),
     Column("WHAT", lambda d: f"{d.set} {d.what}".lstrip()),
     Column("NAME", "name"),
     Column("POD", "pod"),

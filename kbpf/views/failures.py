@@ -51,9 +51,11 @@ class FailureRow(msgspec.Struct, frozen=True):
     client_saw: str
 
 
-def build_rows(inspection: Inspection, service: str = "", pod: str = "", since: float = 0.0) -> tuple[FailureRow, ...]:
+def build_rows(
+    inspection: Inspection, service: str = "", pod: str = "", since: float | None = None
+) -> tuple[FailureRow, ...]:
     """The newest first. `service`: see find_ports(). `pod`: NAME or NAMESPACE/NAME of the client.
-    `since`: an age in seconds; older ones are left out. 0: all. Raises NotFoundError if the Service
+    `since`: an age in seconds; older ones are left out. 0 or None: all. Raises NotFoundError if the Service
     is not programmed.
     """
     owners = _list_cluster_ips(inspection.services)
@@ -123,7 +125,7 @@ def describe_client(entry: FailureEntry | ConnectionEvent, address: str) -> tupl
 
 
 COLUMNS: Final = (
-    Column("LAST", lambda r: f"{format_duration(r.last_seconds)} ago", right=True),
+    Column("LAST", lambda r: f"{format_duration(r.last_seconds)} ago", right=True, by="last_seconds"),
     Column("COUNT", "count", right=True),
     Column("CLIENT", "client"),
     Column("SERVICE", "service"),
@@ -133,7 +135,7 @@ COLUMNS: Final = (
     Column("NODE", "backend_node"),
     Column("REASON", lambda r: r.reason.replace("_", " ")),
     Column("CLIENT-SAW", lambda r: r.client_saw.partition(",")[0]),
-    Column("FIRST", lambda r: f"{format_duration(r.first_seconds)} ago", right=True, wide=True),
+    Column("FIRST", lambda r: f"{format_duration(r.first_seconds)} ago", right=True, wide=True, by="first_seconds"),
     Column("ADDRESS", "address", wide=True),
     Column("WHY", "words", wide=True),
 )
@@ -156,13 +158,12 @@ def _find_node(inspection: Inspection, pod: str) -> str:
     )
 
 
-def build_page(inspection: Inspection, service: str, pod: str, since: float) -> Page:
+def build_page(inspection: Inspection, service: str, pod: str, since: float | None) -> Page:
     rows = build_rows(inspection, service, pod, since)
-    page = list_page(KIND, rows, COLUMNS)
     node = _find_node(inspection, pod) if pod and not rows else ""
     notes = [f"Pod {pod} is on node {node}: its failures are listed there"] if node else []
     if "refused" not in inspection.counted and inspection.counted:
         notes.append("failures of backends are not noticed on this node: `kbpf check` says why")
     if uses_conntrack(inspection):
         notes.append(CONNTRACK_NOTE)
-    return page.with_notes(tuple(notes))
+    return list_page(KIND, rows, COLUMNS, notes)

@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 
 from kbpf.model.inspection import Inspection, MapEntry, Part
-from kbpf.views.page import Column, Kind, Page, format_size
+from kbpf.views.page import Column, Kind, Page, format_size, same_fields
 
 NEEDS: Final = Part.MAPS
 
@@ -45,14 +45,9 @@ def _build_row(entry: MapEntry) -> MapRow:
     if entry.has_fill and entry.entries is not None and entry.max_entries:
         fill = round(100 * entry.entries / entry.max_entries, 1)
     return MapRow(
-        name=entry.name,
-        type=entry.type,
-        entries=entry.entries,
-        max_entries=entry.max_entries,
+        **same_fields(MapRow, entry),
         fill_percent=fill,
         alarm=fill is not None and fill >= ALARM_PERCENT and entry.name != "flows",
-        bytes=entry.bytes,
-        purpose=entry.purpose,
     )
 
 

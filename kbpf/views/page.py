@@ -7,10 +7,13 @@ because names and messages from objects must not be able to control the terminal
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import Any, Final
+
+import msgspec
 
 from kbpf.errors import escape_unprintable
 
@@ -33,7 +36,7 @@ def format_value(value: Any) -> str:
 class Column:
     """One column. `value`: a row's field, or ``field.field``, whose value `format` makes a text
     (``-`` for None); or a function that makes the text of a row. `wide`: shown with `-o wide` only.
-    `right`: aligned to the right, for numbers.
+    `right`: aligned to the right, for numbers. `by`: the field that orders rows, if `value` is none.
     """
 
     title: str
@@ -41,15 +44,29 @@ class Column:
     format: Callable[[Any], str] = format_value
     wide: bool = False
     right: bool = False
+    by: str = ""
 
     def text(self, row: Any) -> str:
         """The text of the cell."""
         if not isinstance(self.value, str):
             return self.value(row)
-        value = row
-        for name in self.value.split("."):
-            value = None if value is None else getattr(value, name)
+        value = _read_field(row, self.value)
         return "-" if value is None else self.format(value)
+
+    def sort_key(self, row: Any) -> list[tuple[float, str]]:
+        """Orders numbers by value, also ``9`` before ``10`` within a text."""
+        path = self.by or self.value
+        value = _read_field(row, path) if isinstance(path, str) else None
+        if isinstance(value, int | float):
+            return [(value, "")]
+        parts = re.split(r"(\d+)", self.text(row))
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in parts if part]
+
+
+def _read_field(row: Any, path: str) -> Any:
+    for name in path.split("."):
+        row = None if row is None else getattr(row, name)
+    return row
 
 
 def format_host_port(address: str, port: int) -> str:
@@ -69,19 +86,7 @@ def format_duration(seconds: float) -> str:
     return f"{total_seconds // 86_400}d{total_seconds % 86_400 // 3600:02}h"
 
 
-DURATION: Final = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?: ago)?")
-SIZE: Final = re.compile(r"([\d.]+)(B|KiB|MiB|GiB)")
 SIZE_UNITS: Final = ("B", "KiB", "MiB", "GiB")
-
-
-def parse_quantity(text: str) -> float | None:
-    """The value of a text of format_duration() or format_size(); None for any other."""
-    if match := DURATION.fullmatch(text):
-        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    if match := SIZE.fullmatch(text):
-        return float(match[1]) * (1 << 10 * SIZE_UNITS.index(match[2]))
-    return None
 
 
 def format_size(count: int | None) -> str:
@@ -94,6 +99,11 @@ def format_size(count: int | None) -> str:
             return f"{value:.0f}{unit}" if value >= 10 or unit == "B" else f"{value:.1f}{unit}"
         value /= 1024
     return f"{value:.1f}GiB"
+
+
+def same_fields(row_type: type[msgspec.Struct], source: object) -> dict[str, Any]:
+    """The fields of a row that `source` has under the same names."""
+    return {name: getattr(source, name) for name in row_type.__struct_fields__ if hasattr(source, name)}
 
 
 # ---- pages ---------------------------------------------------------------------------------------
@@ -144,48 +154,10 @@ class Page:
     empty: str = ""
     ok: bool = True
 
-    def sorted_by(self, title: str) -> "Page":
-        """With the rows in the order of this column, numbers by value. Raises KeyError if no
-        column has this title.
-        """
-        column = {column.title.lower(): column for column in self.columns}[title.lower()]
-        return replace(self, rows=sorted(self.rows, key=lambda row: _sort_key(column.text(row))))
 
-    def with_empty(self, empty: str) -> "Page":
-        return replace(self, empty=empty)
-
-    def with_notes(self, notes: tuple[str, ...]) -> "Page":
-        return replace(self, notes=notes)
-
-    def refined(self, keep: Callable[[Any], bool] | None = None, sort_by: str = "", limit: int = 0) -> "Page":
-        """With the rows that `keep` accepts, ordered by a column, and at most `limit` (0: all) of
-        these. Raises KeyError if no column has the title `sort_by`.
-        """
-        page = self
-        if keep is not None:
-            page = replace(page, rows=list(filter(keep, page.rows)))
-            if not page.rows and not page.empty:
-                page = replace(page, empty=NO_RESOURCES)
-        if sort_by:
-            page = page.sorted_by(sort_by)
-        if limit:
-            total = len(page.rows) if isinstance(page.rows, Sequence) else page.total
-            more = f"and {total - limit} more rows" if total > limit else ""
-            page = replace(page, rows=islice(page.rows, limit), notes=(more, *page.notes))
-        return page
-
-
-def _sort_key(text: str) -> list[tuple[float, str]]:
-    """Orders ``9`` before ``10``, also within a text, and durations and sizes by value."""
-    if (value := parse_quantity(text)) is not None:
-        return [(value, "")]
-    parts = re.split(r"(\d+)", text)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts if part]
-
-
-def list_page(kind: Kind, rows: Sequence[Any], columns: Sequence[Column]) -> Page:
+def list_page(kind: Kind, rows: Sequence[Any], columns: Sequence[Column], notes: Iterable[str] = ()) -> Page:
     """A list, with the note that kubectl prints if it is empty."""
-    return Page(kind, rows, columns, empty="" if rows else NO_RESOURCES)
+    return Page(kind, rows, columns, notes=tuple(notes), empty="" if rows else NO_RESOURCES)
 
 
 def namespace_of(service: str) -> tuple[str, ...]:
@@ -201,23 +173,70 @@ NO_RESOURCES: Final = "No resources found."
 # ---- text ----------------------------------------------------------------------------------------
 
 GAP = "   "
+SEPARATOR = "\0"
+"""Separates the packed cells of a row. escape_unprintable() removes it from texts."""
+CHUNK_ROWS = 512
+"""Number of rows that are formatted and measured at a time."""
 
 
-def format_table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = False, titles: bool = True) -> str:
-    """A line of `titles`, then one line per row. A column is as wide as its longest cell."""
+def stream_table(
+    values: Iterable[Any], columns: Sequence[Column], wide: bool, titles: bool = True, limit: int = 0
+) -> Iterator[str]:
+    """Yields a line of `titles`, then the lines of each row. A column is as wide as its longest cell,
+    or narrower if that keeps to `limit`; 0: none.
+    """
     visible = [c for c in columns if wide or not c.wide]
-    lines = [
-        *([[c.title for c in visible]] if titles else []),
-        *([escape_unprintable(c.text(row)) for c in visible] for row in rows),
-    ]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    return "\n".join(
-        GAP.join(
-            cell.rjust(width) if column.right else cell.ljust(width)
-            for cell, width, column in zip(line, widths, visible, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    widths = [len(c.title) for c in visible]
+    texts = [c.text for c in visible]
+    packed = [SEPARATOR.join(c.title for c in visible)]
+    rows = iter(values)
+    while chunk := [[escape_unprintable(text(row)) for text in texts] for row in islice(rows, CHUNK_ROWS)]:
+        chunk_widths = [max(map(len, cells)) for cells in zip(*chunk, strict=True)]
+        widths = list(map(max, widths, chunk_widths))
+        packed.extend(map(SEPARATOR.join, chunk))
+    if limit:
+        widths = fit_widths(widths, _longest_words(packed, len(widths)), limit)
+    line_format = GAP.join(f"{{:{'>' if c.right else '<'}{w}}}" for c, w in zip(visible, widths, strict=True))
+    for line in packed[not titles :]:
+        for parts in zip_longest(*map(wrap, line.split(SEPARATOR), widths), fillvalue=""):
+            yield line_format.format(*parts).rstrip() + "\n"
+
+
+def _longest_words(packed: Iterable[str], count: int) -> list[int]:
+    """The length of the longest word of each of the `count` columns."""
+    longest = [0] * count
+    for line in packed:
+        words = (max(map(len, cell.split()), default=0) for cell in line.split(SEPARATOR))
+        longest = list(map(max, longest, words))
+    return longest
+
+
+def fit_widths(widths: Sequence[int], words: Sequence[int], limit: int) -> list[int]:
+    """Narrows columns until a line has `limit` characters, those with most room first, but none
+    below its longest word (`words`). If that is not enough, the terminal folds the line.
+    """
+    fitted = list(widths)
+    excess = sum(fitted) + len(GAP) * (len(fitted) - 1) - limit
+    while excess > 0:
+        room, index = max((fitted[i] - words[i], i) for i in range(len(fitted)))
+        if room <= 0:
+            break
+        step = min(excess, max(1, room // 2))
+        fitted[index] -= step
+        excess -= step
+    return fitted
+
+
+def wrap(cell: str, limit: int) -> list[str]:
+    """The lines of a cell; words stay whole, so that they can be copied."""
+    if len(cell) <= limit:
+        return [cell]
+    return textwrap.wrap(cell, limit, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def format_table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = False) -> str:
+    """A table as text, without the last newline."""
+    return "".join(stream_table(rows, columns, wide)).removesuffix("\n")
 
 
 def indent(text: str, prefix: str = "  ") -> str:

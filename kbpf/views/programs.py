@@ -7,7 +7,7 @@ import msgspec
 
 from kbpf.model.config import SocketLb
 from kbpf.model.inspection import HookEntry, Inspection, Part
-from kbpf.views.page import Column, Kind, Page
+from kbpf.views.page import Column, Kind, Page, same_fields
 
 NEEDS: Final = Part.HOOKS
 
@@ -39,7 +39,15 @@ class ProgramRow(msgspec.Struct, frozen=True):
 
 def build_rows(inspection: Inspection) -> tuple[ProgramRow, ...]:
     """One row per hook, including missing ones."""
-    return tuple(_build_row(hook, inspection.socket_lb) for hook in inspection.hooks)
+    return tuple(
+        ProgramRow(
+            hook=hook.name,
+            serves=hook.purpose,
+            state=hook_state(hook, inspection.socket_lb),
+            **same_fields(ProgramRow, hook),
+        )
+        for hook in inspection.hooks
+    )
 
 
 def hook_state(hook: HookEntry, mode: SocketLb) -> str:
@@ -47,23 +55,6 @@ def hook_state(hook: HookEntry, mode: SocketLb) -> str:
     if hook.link is None:
         return "off" if mode is SocketLb.OFF or hook.only_counts else "missing"
     return "attached" if hook.attached else "detached"
-
-
-def _build_row(hook: HookEntry, mode: SocketLb) -> ProgramRow:
-    return ProgramRow(
-        hook=hook.name,
-        serves=hook.purpose,
-        required=hook.required,
-        state=hook_state(hook, mode),
-        program=hook.program,
-        tag=hook.tag,
-        instructions=hook.instructions,
-        link=hook.link,
-        cgroup=hook.cgroup,
-        cgroup_id=hook.cgroup_id,
-        pinned=hook.pinned,
-        tracepoint=hook.tracepoint,
-    )
 
 
 def _format_place(row: ProgramRow) -> str:

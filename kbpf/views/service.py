@@ -26,14 +26,11 @@ TCP_ONLY: Final = frozenset(("unanswered", "reset", "retransmits", "rtts"))
 """Fields of ConnectionStats that exist for TCP only: for other protocols the kernel reports neither
 how a connection ended nor its round-trip time."""
 BYTES: Final = frozenset(("bytes_in", "bytes_out"))
-NO_FIELDS: Final[frozenset[str]] = frozenset()
 NO_BACKEND_ONLY: Final = frozenset(("no_endpoint", "not_allowed"))
 """Fields that are counted before a backend is chosen, and that no backend has."""
 
 NO_BACKEND: Final = BackendEntry(0, None)
 """A slot that should exist and does not."""
-
-__all__ = ["NEEDS", "ServiceDetail", "build_details"]
 
 
 class SetMemberRow(msgspec.Struct, frozen=True):
@@ -148,7 +145,7 @@ def _build_detail(port: ServicePort, inspection: Inspection) -> ServiceDetail:
     row = build_row(port, inspection)
     cluster = tuple(_set_rows(frontend.cluster for frontend in port.frontends))
     local = tuple(_set_rows(frontend.local for frontend in port.frontends))
-    counted = inspection.counted | (frozenset(("open",)) if inspection.lists_sockets else NO_FIELDS)
+    counted = inspection.counted | ({"open"} if inspection.lists_sockets else set())
     return ServiceDetail(
         row,
         cluster,
@@ -228,17 +225,19 @@ def _set_rows(sets: Iterable[BackendSet]) -> Iterator[SetRow]:
             entry = backend_set.slots.get(index, NO_BACKEND)
             counts[entry] += 1
             first_slots.setdefault(entry, index)
-        rows = tuple(_member_row(index, entry, counts[entry], backend_set.size) for entry, index in first_slots.items())
+        rows = tuple(
+            SetMemberRow(
+                index,
+                entry.id,
+                format_addr(entry.backend.address) if entry.backend else "",
+                entry.backend.port if entry.backend else 0,
+                counts[entry],
+                round(counts[entry] / backend_set.size, 4),
+            )
+            for entry, index in first_slots.items()
+        )
         missing = sum(row.slots for row in rows if not row.address)
         yield SetRow(backend_set.id, backend_set.size, missing, rows)
-
-
-def _member_row(index: int, entry: BackendEntry, slots: int, size: int) -> SetMemberRow:
-    share = round(slots / size, 4)
-    if entry.backend is None:
-        return SetMemberRow(index, entry.id, "", 0, slots, share)
-    address = format_addr(entry.backend.address)
-    return SetMemberRow(index, entry.id, address, entry.backend.port, slots, share)
 
 
 MISSING: Final = "MISSING"
@@ -270,9 +269,6 @@ TRAFFIC_COUNTERS: Final = {
 }
 """Fields of ConnectionStats → their columns. `--accounting` decides which are counted."""
 
-TRAFFIC_COLUMNS: Final = (Column("OPEN", "traffic.open", right=True), *TRAFFIC_COUNTERS.values())
-
-
 ALWAYS_SHOWN: Final = frozenset(("opened", "refused", "unanswered", "reset"))
 """Counters of endpoints whose columns stay if --accounting does not count them."""
 
@@ -302,7 +298,7 @@ def _endpoint_columns(details: Sequence[ServiceDetail], wide: bool) -> list[Colu
     return [
         *_NAME_COLUMNS[0 if has_ports else 1 :],
         *([_LOCAL_COLUMN] if has_local else []),
-        TRAFFIC_COLUMNS[0],
+        Column("OPEN", "traffic.open", right=True),
         *counters,
         *_ID_COLUMNS,
     ]
@@ -381,15 +377,8 @@ class FrontendLine:
             return "-"
         return f"{sum(bool(row.ready) for row in endpoints)}/{len(endpoints)}"
 
-    @property
-    def open(self) -> int | None:
-        assert self.detail is not None
-        if "open" in self.detail.not_counted:
-            return None
-        return sum(row.open or 0 for row in self.detail.traffic)
-
     def count(self, name: str) -> int | None:
-        """The total of a counter that no backend has."""
+        """The sum of this field of the traffic; None if it is not counted."""
         assert self.detail is not None
         if name in self.detail.not_counted:
             return None
@@ -412,7 +401,7 @@ FRONTEND_COLUMNS: Final = (
     Column("FRONTEND", "text"),
     Column("KIND", "frontend.kind"),
     Column("READY", _in_first_line(lambda line, _: line.ready), right=True),
-    Column("OPEN", _in_first_line(lambda line, _: format_value(line.open)), right=True),
+    Column("OPEN", _in_first_line(lambda line, _: format_value(line.count("open"))), right=True),
     Column("NO-ENDPOINT", _in_first_line(lambda line, _: format_value(line.count("no_endpoint"))), right=True),
     Column("NOT-ALLOWED", _in_first_line(lambda line, _: format_value(line.count("not_allowed"))), right=True),
     Column("ID", _in_first_line(lambda _, d: format_value(d.service.id)), right=True, wide=True),
@@ -471,12 +460,10 @@ def _endpoint_lines(detail: ServiceDetail) -> Iterator[EndpointLine]:
             cluster=_format_shares(cluster.get(key, ())),
             local=_format_shares(local.get(key, ())),
         )
-    for member in cluster.get(MISSING, ()):
-        share = _format_shares([member])
-        yield EndpointLine(port, MISSING, member.id, slots=str(member.slots), cluster=share)
-    for member in local.get(MISSING, ()):
-        share = _format_shares([member])
-        yield EndpointLine(port, MISSING, member.id, slots=str(member.slots), local=share)
+    for set_name, members in (("cluster", cluster), ("local", local)):
+        for member in members.get(MISSING, ()):
+            share: dict[str, Any] = {set_name: _format_shares([member])}
+            yield EndpointLine(port, MISSING, member.id, slots=str(member.slots), **share)
     for row in traffic.values():
         yield EndpointLine(port, row.backend, row.id, traffic=row)
 

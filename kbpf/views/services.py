@@ -82,7 +82,8 @@ def row_key(row: ServiceRow) -> tuple[bool, str, str, str, str, int]:
 def build_row(port: ServicePort, inspection: Inspection) -> ServiceRow:
     """The row of one Service port."""
     key = port.key
-    frontends = tuple(sorted((_build_frontend(f, inspection.node_ports) for f in port.frontends), key=_sort_key))
+    rows = (_build_frontend(f, inspection.node_ports) for f in port.frontends)
+    frontends = tuple(sorted(rows, key=lambda row: (row.kind, row.address, row.port)))
     return ServiceRow(
         namespace=key.namespace if key else "",
         name=key.name if key else "",
@@ -125,13 +126,6 @@ def _build_frontend(frontend: FrontendEntry, node_ports: frozenset[int] | None) 
         local_set=frontend.local.id,
         local_size=frontend.local.size,
     )
-
-
-_KIND_ORDER: Final = ("ClusterIP", "ExternalIP", "LoadBalancer", "NodePort", "unknown")
-
-
-def _sort_key(row: FrontendRow) -> tuple[int, str, int]:
-    return _KIND_ORDER.index(row.kind), row.address, row.port
 
 
 # ---- columns -------------------------------------------------------------------------------

@@ -11,7 +11,17 @@ from kbpf.model.reasons import Reason
 from kbpf.model.status import AgentStatus, ModeChoice, SourceView, ThreadView
 from kbpf.views.packet_path import availability
 from kbpf.views.packet_path.availability import PacketView
-from kbpf.views.page import Column, Kind, Page, format_duration, format_facts, format_table, format_value, indent
+from kbpf.views.page import (
+    Column,
+    Kind,
+    Page,
+    format_duration,
+    format_facts,
+    format_table,
+    format_value,
+    indent,
+    same_fields,
+)
 from kbpf.views.programs import hook_state
 
 NEEDS: Final = Part.STATUS | Part.HOOKS | Part.KUBE_PROXY | availability.NEEDS
@@ -112,6 +122,11 @@ def build_view(inspection: Inspection) -> StatusView:
     """The whole page. If the agent is down, `running` is false and the rest is its last status."""
     has_status, status = inspection.status is not None, inspection.status or NO_STATUS
     running = is_running(inspection)
+    if not running:
+        replace = msgspec.structs.replace
+        sources = tuple(replace(source, state=f"{DOWN_STATE_PREFIX}{source.state}") for source in status.sources)
+        threads = tuple(replace(thread, alive=False, problem="") for thread in status.threads)
+        status = replace(status, sources=sources, threads=threads)
     choice = status.choice or ModeChoice("", "")
     states = {hook.name: hook_state(hook, inspection.socket_lb) for hook in inspection.hooks}
     missing = tuple(name for name, state in states.items() if state not in ("attached", "off"))
@@ -122,53 +137,23 @@ def build_view(inspection: Inspection) -> StatusView:
         and not (missing or status.refused or status.error or status.faults)
         and (packets is None or (packets.state != "failed" and not packets.failed_count)),
         running=running,
-        synced=status.synced,
         pin_dir=inspection.location,
-        version=status.version,
-        node=status.node,
-        mode=status.mode,
         mode_requested=choice.requested,
         mode_reason=choice.reason,
         mode_detail=choice.detail,
-        pid=status.pid,
         running_seconds=round(inspection.boottime - status.started, 1) if has_status else None,
         silent_seconds=round(inspection.silence, 1) if has_status else None,
-        services=status.services,
-        service_ports=status.service_ports,
-        refused=status.refused,
-        applied=status.applied,
-        last_apply_ms=status.last_apply_ms,
-        event_to_map_p50_ms=status.event_to_map_p50_ms,
-        event_to_map_p99_ms=status.event_to_map_p99_ms,
-        error=status.error,
-        sources=tuple(_source(source, running) for source in status.sources),
-        threads=tuple(_thread(thread, running) for thread in status.threads),
         hooks_attached=sum(state == "attached" for state in states.values()),
         hooks=sum(not (hook.only_counts and hook.link is None) for hook in inspection.hooks),
         hooks_missing=missing,
         socket_lb=str(inspection.socket_lb),
         exempt_cgroups=len(inspection.exempt_ids),
-        problem_count=status.problem_count,
-        problems=status.problems,
-        disabled_features=status.disabled_features,
-        left_to_node=status.left_to_node,
         kube_proxy=inspection.kube_proxy,
         counters={reason.name.lower(): inspection.reasons.get(reason, 0) for reason in Reason}
         if packets is not None
         else {},
-        packets=packets,
+        **{**same_fields(StatusView, status), "packets": packets},
     )
-
-
-def _source(source: SourceView, running: bool) -> SourceView:
-    """Marks the state as past if the agent is down."""
-    if running:
-        return source
-    return msgspec.structs.replace(source, state=f"{DOWN_STATE_PREFIX}{source.state}")
-
-
-def _thread(thread: ThreadView, running: bool) -> ThreadView:
-    return thread if running else msgspec.structs.replace(thread, alive=False, problem="")
 
 
 SOURCE_COLUMNS: Final = (

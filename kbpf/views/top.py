@@ -243,15 +243,6 @@ class ClientCounts:
 
 # ---- the page ------------------------------------------------------------------------------------
 
-BARS: Final = "▁▂▃▄▅▆▇█"
-
-
-def format_sparkline(values: Sequence[float | None]) -> str:
-    """One character for each value, relative to the largest; a blank if it is not known."""
-    largest = max((value for value in values if value is not None), default=0)
-    top = len(BARS) - 1
-    return "".join(" " if value is None else BARS[round(value / largest * top) if largest else 0] for value in values)
-
 
 def _format_rate(value: float) -> str:
     return f"{value:.1f}" if 0 < value < 100 else f"{value:.0f}"
@@ -287,9 +278,6 @@ COLUMNS: Final[Mapping[By, Sequence[Column]]] = {
     By.CLIENTS: (Column("CLIENT", "name"), *_RATES),
 }
 
-Histories = Mapping[tuple[str, str], Sequence[float | None]]
-"""The last values of `new`, by `service` and `name` of a row."""
-
 
 def build_page(
     rows: Sequence[TopRow],
@@ -297,20 +285,14 @@ def build_page(
     counted: frozenset[str],
     in_conntrack: bool = False,
     limit: int = 0,
-    histories: Histories | None = None,
 ) -> Page:
-    """`counted`: see Inspection. `in_conntrack`: whether new connections are. `histories`: adds a
-    column with a sparkline for each row.
-    """
-    columns = [*COLUMNS[summary.by]]
-    if histories is not None:
-        columns.append(Column("TREND", lambda r: format_sparkline(histories.get((r.service, r.name), ()))))
+    """`counted`: see Inspection. `in_conntrack`: whether new connections are."""
     more = f"and {len(rows) - limit} more {summary.by}" if 0 < limit < len(rows) else ""
     notes = (more, *_notes(rows, summary, counted, in_conntrack))
     return Page(
         KIND,
         rows[:limit] if limit else rows,
-        columns,
+        COLUMNS[summary.by],
         summary=summary,
         notes=notes,
         empty="" if rows else "Nothing has happened.",

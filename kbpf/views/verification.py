@@ -4,35 +4,10 @@
 from collections.abc import Sequence
 from typing import Final
 
-import msgspec
-
 from kbpf.model.inspection import Difference, Verification
 from kbpf.views.page import Column, Kind, Page, format_table, indent
 
-
-class VerificationSummary(msgspec.Struct, frozen=True):
-    """What was compared. The differences are the items.
-
-    - `total`: the number of differences, also of those that `--limit` leaves out; `equal`: there is
-      none.
-    - `service_ports`: desired Service ports; `entries`: entries of maps.
-    - `proven`: connections and packets that got through.
-    - `readings`: how often everything was read.
-    - `changing`: what changed in each of the readings, so that nothing is said about it.
-    - `notes`: a line for each part that could not be compared, and why.
-    """
-
-    equal: bool
-    total: int
-    service_ports: int
-    entries: int
-    proven: int
-    readings: int
-    changing: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
-KIND: Final = Kind("VerificationList", Difference, VerificationSummary)
+KIND: Final = Kind("VerificationList", Difference, Verification)
 
 COLUMNS: Final = (
     Column("DIFFERENCE", "kind"),
@@ -43,20 +18,9 @@ COLUMNS: Final = (
 )
 
 
-def build_page(verification: Verification, limit: int) -> Page:
+def build_page(differences: Sequence[Difference], summary: Verification, limit: int) -> Page:
     """At most `limit` differences; 0: all."""
-    differences = verification.differences
     shown = differences[:limit] if limit else differences
-    summary = VerificationSummary(
-        not differences,
-        len(differences),
-        verification.service_ports,
-        verification.entries,
-        verification.proven,
-        verification.readings,
-        verification.changing,
-        verification.notes,
-    )
     changing = (
         f"not compared, since it changed in each of {summary.readings} readings: {', '.join(summary.changing)}"
         if summary.changing
@@ -68,7 +32,7 @@ def build_page(verification: Verification, limit: int) -> Page:
     return Page(KIND, shown, text=lambda _: format_page(summary, shown), summary=summary, notes=notes, ok=summary.equal)
 
 
-def format_page(summary: VerificationSummary, differences: Sequence[Difference]) -> str:
+def format_page(summary: Verification, differences: Sequence[Difference]) -> str:
     """The differences, what to do about them, and what was compared."""
     compared = (
         f"compared Service ports: {summary.service_ports}, entries of maps: {summary.entries}; "

@@ -90,7 +90,7 @@ def test_every_list_of_node_port_addresses_matches_kube_proxy(
     node = Node("me", addresses=tuple(parse_addr(PRIMARY[family]) for family in families))
     for words in LISTS:
         flags = {"--proxy-mode": mode, **({"--nodeport-addresses": ",".join(words)} if words else {})}
-        ours = node_port_addresses(node, LOCAL, load.load_config(flags, {}))
+        ours = node_port_addresses(node, LOCAL, load.load(flags, {}).config)
         listed = words or (("primary",) if mode == "nftables" else ())
         networks = expanded(listed, families)
         for judge in judges:

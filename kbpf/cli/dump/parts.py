@@ -123,6 +123,14 @@ def _command(path: str, *command: str) -> Part:
     return Part(path, " ".join(command), collect.run_command(command))
 
 
+NOT_SERVED: Final = "the agent does not listen there, by its configuration"
+NO_LOGS: Final = "no log of a Pod of kbpf is visible here; if it logs elsewhere, give --log FILE"
+
+
+def _nothing(error: str) -> Collector:
+    return lambda _: Collected(b"", error)
+
+
 def _kbpf(path: str, *arguments: str) -> Part:
     words = arguments[: next((i for i, a in enumerate(arguments) if a.startswith("-")), None)]
     source = f"kbpf {' '.join(words or arguments)}"
@@ -162,11 +170,7 @@ def _http_parts(subject: Subject) -> Iterator[Part]:
         for path in paths:
             url = f"http://{host}:{port}{path}" if port else path
             fetch = collect.run_command(python_command(FETCH_MODULE, url))
-            yield Part(f"http{path}.txt", url, fetch if port else _not_served)
-
-
-def _not_served(_: Limit) -> Collected:
-    return Collected(b"", "the agent does not listen there, by its configuration")
+            yield Part(f"http{path}.txt", url, fetch if port else _nothing(NOT_SERVED))
 
 
 def _log_parts(subject: Subject) -> Iterator[Part]:
@@ -175,17 +179,9 @@ def _log_parts(subject: Subject) -> Iterator[Part]:
         name = "_".join(path.parts[-3:]).lstrip("/")
         yield Part(f"logs/{name}", str(path), collect.read_tail(path))
     if len(logs) > MAX_LOGS:
-        yield Part(
-            "logs/omitted.txt", str(pods.LOG_FOLDER), lambda limit: Collected(b"", f"{len(logs) - MAX_LOGS} more files")
-        )
+        yield Part("logs/omitted.txt", str(pods.LOG_FOLDER), _nothing(f"{len(logs) - MAX_LOGS} more files"))
     if not logs:
-        yield Part(
-            "logs/pods.txt",
-            str(pods.LOG_FOLDER),
-            lambda limit: Collected(
-                b"", "no log of a Pod of kbpf is visible here; if it logs elsewhere, give --log FILE"
-            ),
-        )
+        yield Part("logs/pods.txt", str(pods.LOG_FOLDER), _nothing(NO_LOGS))
     journal = ("journalctl", "--unit=kbpf*", "--no-pager", "--lines=10000", "--output=short-iso")
     yield _command("logs/journal.txt", *journal)
 

@@ -240,7 +240,7 @@ STATE_NAMES: Final = {
     "SHUTDOWN_ACK_SENT": "closing",
     "REJECTED": "closed",
 }
-"""The kernel's names for IPVS connection states → CONNECTION_STATES."""
+"""The kernel's names for IPVS connection states → ConnectionState."""
 
 
 class IpvsConnections:

@@ -7,7 +7,8 @@ address from the start, so only the kernel tracks them; `ss` shows them.
 
 from typing import Final
 
-from kbpf.model.inspection import Connection, ConnectionQuery, Inspection, Part
+from kbpf.model.address import Addr
+from kbpf.model.inspection import Connection, ConnectionQuery, ConnectionState, Inspection, Part
 from kbpf.views.packet_path.availability import unavailable_notice, uses_conntrack
 from kbpf.views.page import NO_RESOURCES, Column, Kind, Page, format_duration, namespace_of
 
@@ -47,7 +48,7 @@ COLUMNS: Final = (
     Column("BACKEND-SEES", _format_seen_as),
     Column("STATE", "state"),
     Column("IDLE", "idle_seconds", format_duration, right=True),
-    Column("EXPIRES-IN", _format_expires, right=True),
+    Column("EXPIRES-IN", _format_expires, right=True, by="expires_seconds"),
     Column("PATH", "path", wide=True),
     Column("NOTE", _format_note),
 )
@@ -59,13 +60,20 @@ CONNTRACK_NOTE: Final = "--forwarding netfilter: new connections are in conntrac
 KIND: Final = Kind("ConnectionList", Connection, namespaces=lambda row: namespace_of(row.service))
 
 
-def build_page(inspection: Inspection, query: ConnectionQuery) -> Page:
-    """The connections that match the query."""
+def build_page(
+    inspection: Inspection,
+    service: str,
+    client: Addr | None,
+    backend: Addr | None,
+    state: ConnectionState | None,
+    expired: bool,
+) -> Page:
+    """The connections that match all of these; see ConnectionQuery."""
     connections = inspection.connections
     assert connections is not None
-    page = connections.find(query)
+    page = connections.find(ConnectionQuery(service, client, backend, state or "", expired))
     notice = unavailable_notice(inspection)
-    expired = f"and {page.expired_count} expired connections: --expired shows them"
+    left_out = f"and {page.expired_count} expired connections: --expired shows them"
     return Page(
         KIND,
         iter(page.rows),
@@ -73,7 +81,7 @@ def build_page(inspection: Inspection, query: ConnectionQuery) -> Page:
         total=page.total,
         notes=(
             notice,
-            expired if page.expired_count else "",
+            left_out if page.expired_count else "",
             CONNTRACK_NOTE if uses_conntrack(inspection) else "",
         ),
         empty="" if page.total or notice else NO_RESOURCES,

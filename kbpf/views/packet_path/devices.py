@@ -7,7 +7,7 @@ import msgspec
 
 from kbpf.model.inspection import HostDevice, Inspection, Part
 from kbpf.views.packet_path.availability import unavailable_notice
-from kbpf.views.page import Column, Kind, Page
+from kbpf.views.page import Column, Kind, Page, same_fields
 
 NEEDS: Final = Part.STATUS | Part.PACKETS | Part.DEVICES
 
@@ -48,15 +48,10 @@ def _build_row(device: HostDevice, inspection: Inspection, failure: str) -> Devi
     flags = (("pods", entry.pods), ("peer", entry.peer), ("tunnel", entry.tunnel)) if entry else ()
     return DeviceRow(
         device=device.name,
-        ifindex=device.ifindex,
-        kind=device.kind,
-        role=device.role,
-        reason=device.reason,
         flags=tuple(name for name, is_set in flags if is_set),
         l2_header=entry.header if entry else None,
-        ingress=device.ingress,
-        egress=device.egress,
         problem=failure or (_problem(device) if inspection.packet_programs else ""),
+        **same_fields(DeviceRow, device),
     )
 
 

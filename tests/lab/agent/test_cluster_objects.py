@@ -62,9 +62,10 @@ def at(apiserver: ApiServer, tmp_path_factory) -> Iterator[tuple[str, ...]]:
 
 
 EXPLAINED = {
-    "web": "web-1 ready cluster Ready, web-2 ready cluster Ready, web-3 not ready - NotReady, "
-    "web-4 serving, terminating - Draining",
-    "local": "web-2 ready - NotLocal, web-3 not ready - NotReady, web-4 serving, terminating local TerminatingFallback",
+    "web": "web-1 ready cluster Ready, web-2 ready cluster Ready, web-3 not ready, serving - NotReady, "
+    "web-4 terminating, serving - Draining",
+    "local": "web-2 ready - NotLocal, web-3 not ready, serving - NotReady, "
+    "web-4 terminating, serving local TerminatingFallback",
     "misnamed": "web-1 ready - NoPort",
     "empty": "",
 }

@@ -283,7 +283,7 @@ def test_flags_mean_what_the_real_kube_proxy_makes_of_them(kube_proxy: Path, tmp
             flags["--metrics-bind-address"] = "192.0.2.1:7"  # kube-proxy accepts only one
         written = tmp_path / "written"
         run(str(kube_proxy), *map("=".join, flags.items()), "--write-config-to", str(written))
-        ours = load.load_config({rows[name].name: text for name, text in flags.items()}, {})
+        ours = load.load({rows[name].name: text for name, text in flags.items()}, {}).config
         local = ours.detect_local_mode or LocalMode.CLUSTER_CIDR  # kube-proxy writes this default
         assert replace(ours, detect_local_mode=local) == load.load({}, {}, written.read_bytes()).config, flags
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from pyroute2 import IPSet
 
-from kbpf.cli import cleanup
+from kbpf.cli import removal
 from kbpf.dataplane.ipvs import ipvs_cleanup
 from kbpf.dataplane.ipvs.plan import Element, SetName
 from kbpf.kernel.net.ipvs import VirtualServiceSettings
@@ -55,7 +55,7 @@ def test_take_over_of_a_kube_proxy_in_mode_ipvs(fake_node: Node):
     ]
     node.apply(*states, nodes="198.18.0.1")
     assert node.addresses() == {VIP, VIP6, "10.96.0.3"}
-    node.do(lambda: list(cleanup.remove_kube_proxy(force=True)))
+    node.do(lambda: list(removal.remove_kube_proxy(force=True, dry_run=False)))
     assert KUBE not in node.links()
     assert node.ipvs.shown() == {
         f"{VIP}:80/6": {"10.244.1.2:80": 1},
@@ -116,7 +116,7 @@ def dial(address: str, port: int) -> str:
 
 def run_cleanup(node: Node) -> list[str]:
     """The paths that `kbpf cleanup` reports."""
-    return [one.path for one in node.do(lambda: list(cleanup.remove_ipvs(node.config)))]
+    return [one.path for one in node.do(lambda: list(removal.remove_ipvs(node.config, dry_run=False)))]
 
 
 # ---- firewall marks of short circuits ------------------------------------------------------------

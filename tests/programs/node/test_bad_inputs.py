@@ -77,22 +77,22 @@ OTHER = "choose another folder with --pin-dir"
 TEXT = """
 a cgroup that is misspelt:
   command: "{run} --cgroup {cgroups}/typo"
-  line: "no such cgroup v2 folder: {cgroups}/typo (--cgroup); name an existing folder, or leave it out for the root"
+  line: "no such cgroup v2 folder: {cgroups}/typo (--cgroup); name an existing folder of cgroup v2"
   code: 2
   before: "kbpf run: "
 in mode bpf, too:
   command: "{run} --mode bpf --cgroup /nowhere"
-  line: "no such cgroup v2 folder: /nowhere (--cgroup); name an existing folder, or leave it out for the root cgroup"
+  line: "no such cgroup v2 folder: /nowhere (--cgroup); name an existing folder of cgroup v2"
   code: 2
   before: "kbpf run: "
 a file as cgroup:
   command: "{run} --cgroup {cgroups}/cgroup.procs"
-  line: "no such cgroup v2 folder: {cgroups}/cgroup.procs (--cgroup); name an existing folder, or leave it out"
+  line: "no such cgroup v2 folder: {cgroups}/cgroup.procs (--cgroup); name an existing folder of cgroup v2"
   code: 2
   before: "kbpf run: "
 a folder that is no cgroup:
   command: "{run} --cgroup {empty}"
-  line: "not a cgroup v2 folder: {empty} (--cgroup); name a folder of cgroup v2, or leave it out for the root cgroup"
+  line: "not a cgroup v2 folder: {empty} (--cgroup); name an existing folder of cgroup v2"
   code: 2
   before: "kbpf run: "
 pins over data:

@@ -16,6 +16,7 @@ from tests.support.features import FEATURES, lacking
 SETTINGS = {
     Check.SNAT_PORTS,
     Check.IP_FORWARDING,
+    *map(Check.IP_FORWARDING.of, ("IPv4", "IPv6")),
     Check.FORWARDING_MODE,
     Check.FORWARD_CHAINS,
     Check.PRE_DNAT_RULES,
@@ -40,7 +41,7 @@ def rows(tmp_path_factory) -> tuple[CheckRow, ...]:
 
 
 def test_check_rows_report_exactly_the_lacking_features(rows: tuple[CheckRow, ...]):
-    about_kernel = [row for row in rows if row.check not in NOT_OF_THE_KERNEL]
+    about_kernel = [row for row in rows if row.name not in NOT_OF_THE_KERNEL]
     assert {row.name for row in about_kernel if row.result == "unknown"} == set()
     lacks = {feature.check for name, feature in FEATURES.items() if lacking(name)} - {""}
     assert {row.name for row in about_kernel if row.result == "no"} == lacks
@@ -52,16 +53,16 @@ def test_check_rows_report_exactly_the_lacking_features(rows: tuple[CheckRow, ..
 def test_check_reports_whether_mode_ipvs_is_usable():
     """The check does not load IPVS on every kernel, so the test of the feature loads it first."""
     rows = tuple(ipvs_checks.rows())
-    made = compute_verdict([CheckRow(Check.BPF_SYSCALL, "no", True, "", ""), *rows])
+    made = compute_verdict([CheckRow(Check.BPF_SYSCALL, "no", "", needed=True), *rows])
     lacks = bool(lacking("ipvs"))
     assert made.mode == ("none" if lacks else "ipvs")
     assert made.usable is not lacks
     assert ("IPVS" in made.ipvs_missing) is lacks
-    assert [row.result for row in rows if row.check is Check.NF_TABLES] == ["yes"]
+    assert [row.result for row in rows if row.name == Check.NF_TABLES] == ["yes"]
     assert [row.name for row in rows if row.result == "no" and not row.advice] == []
 
 
 def test_lacking_features_have_advice(rows: tuple[CheckRow, ...]):
     silent = NOT_OF_THE_KERNEL | {Check.SCTP}
-    lacks = [row for row in rows if row.result == "no" and row.check not in silent]
+    lacks = [row for row in rows if row.result == "no" and row.name not in silent]
     assert [row.name for row in lacks if not re.search("Linux|CONFIG_", row.advice)] == []

@@ -154,7 +154,7 @@ def test_agent_that_serves_already_starts_beside_another_load_balancer(site: Sit
         row = neighbours.balancer_row(site.pins, site.cgroup)
         assert (row.result, row.needed) == ("no", False), "an agent may start"
         assert f"cil_sock4_conne (id {program}) at connect4 of {site.cgroup}" in row.detail
-        assert "; kbpf serves as well, so both decide about the same" in row.detail
+        assert "; this kbpf serves as well, so both decide about the same" in row.detail
     row = neighbours.balancer_row(site.pins, site.cgroup)
     assert (row.result, row.detail) == ("yes", "none at kbpf's hooks")
 

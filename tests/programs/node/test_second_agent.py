@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from kbpf.checks import neighbours
-from kbpf.cli import cleanup
+from kbpf.cli import removal
 from kbpf.cli.check import compute_verdict
+from kbpf.cli.cleanup import RemovedItem
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect.attached import read_devices
 from kbpf.dataplane.bpf.maps.pinning import Pins
@@ -187,12 +188,12 @@ def bpffs_unmounted(site: Site) -> None:
 def test_cleanup_finds_filters_without_pins(site: Site, how: AttachMethod, lose_pins: Callable[[Site], None]):
     """They have lost their tail calls, so they would drop each SYN to a Service."""
     make_device(how)
-    removed: list[cleanup.RemovedItem] = []
+    removed: list[RemovedItem] = []
     lose_pins(site)
     assert how is AttachMethod.TCX or [len(ids) for ids in attached().values()] == [1, 1]
 
     def are_removed() -> bool:  # the kernel frees the pinned programs in the background
-        removed.extend(cleanup.remove_pins(site.pins))
+        removed.extend(removal.remove_pins(site.pins, False, False))
         return not any(attached().values())
 
     until("no program is attached", are_removed)
@@ -207,7 +208,7 @@ def test_cleanup_without_pins_leaves_another_agent_alone(site: Site):
     serve(site)
     before = attached()
     with second_site(site) as other:
-        assert not [item for item in cleanup.remove_pins(other.pins) if item.kind == "attachment"]
+        assert not [item for item in removal.remove_pins(other.pins, False, False) if item.kind == "attachment"]
     assert attached() == before
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from kbpf.checks import neighbours, packet_path
 from kbpf.checks.row import Check, CheckRow, sum_up
 from kbpf.cli import check
-from kbpf.cli.check import CheckItem, build_item, compute_verdict
+from kbpf.cli.check import compute_verdict
 from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.netfilter.forward_rules import BaseChain
@@ -17,7 +17,7 @@ from tests.support.table import each_line, each_named_pair, each_pair
 
 
 def check_row(result: str, needed: bool = True) -> CheckRow:
-    return CheckRow(Check.BPFFS, result, needed, "", "")
+    return CheckRow(Check.BPFFS, result, "", needed=needed)
 
 
 FILES = {
@@ -131,7 +131,7 @@ no → mode bpf cannot be used: hook y
 )
 def test_missing_packet_path_does_not_make_kbpf_unusable(result, says):
     """The row of a packet hook, in parentheses if not needed → words of the page."""
-    rows = [check_row("yes"), CheckRow(Check.HOOK, result.strip("()"), result.isalpha(), "", "", True, subject="y")]
+    rows = [check_row("yes"), CheckRow(Check.HOOK.of("y"), result.strip("()"), "", "", result.isalpha(), True)]
     made = compute_verdict(rows)
     assert (made.usable, made.packet_path) == (not result.isalpha(), result == "(yes)")
     assert says in check.format_page(made, rows)
@@ -160,7 +160,7 @@ def test_check_verdict(given, verdict):
 
 
 ROWS = {
-    name: CheckRow(Check[check], result, "needed" in words, "", "", ipvs="ipvs" in words)
+    name: CheckRow(Check[check], result, "", needed="needed" in words, ipvs="ipvs" in words)
     for name, check, result, *words in map(
         str.split,
         """\
@@ -212,20 +212,13 @@ def test_rows_about_neighbours_are_unknown_without_the_right_to_see_them(monkeyp
     assert all("CAP_SYS_ADMIN" in row.detail for row in rows)
 
 
-def test_check_document_has_names_instead_of_ids():
-    row = CheckRow(Check.HOOK, "no", True, "why", "what to do", subject="connect4")
-    assert build_item(row) == CheckItem(
-        name="hook connect4", result="no", needed=True, detail="why", advice="what to do", packets=False, ipvs=False
-    )
-
-
 def test_all_that_works_is_one_row_and_the_rest_a_row_each():
     """So that a good node has few rows, and a lacking feature has a name and advice."""
     hooks = {"connect4": "yes", "sendmsg4": "no", "trace": "yes", "release": "unknown"}
-    given = [CheckRow(Check.HOOK, hooks[name], name.endswith("4"), "", "", subject=name) for name in hooks]
-    working, refused, unknown = sum_up(given)
+    given = {name: CheckRow(Check.HOOK.of(name), hooks[name], "", "", name.endswith("4")) for name in hooks}
+    working, refused, unknown = sum_up(Check.HOOK, given)
     assert (working.name, working.result, working.needed) == ("hooks", "yes", True)
     assert working.detail == "connect4, trace"
-    assert [refused, unknown] == [given[1], given[3]]
+    assert [refused, unknown] == [given["sendmsg4"], given["release"]]
     assert (refused.name, unknown.name) == ("hook sendmsg4", "hook release")
-    assert list(sum_up(given[1:2])) == given[1:2]
+    assert list(sum_up(Check.HOOK, {"sendmsg4": refused})) == [refused]

@@ -15,7 +15,7 @@ from kbpf.checks import ipvs as ipvs_checks
 from kbpf.checks import neighbours
 from kbpf.checks import packet_path as packet_path_checks
 from kbpf.checks.row import Check, CheckRow
-from kbpf.cli import app, cleanup
+from kbpf.cli import app, removal
 from kbpf.config import locations
 from kbpf.dataplane import reader as dataplane
 from kbpf.errors import ConfigError, NotFoundError
@@ -157,13 +157,13 @@ def test_cleanup_uses_the_locations_of_the_file(given, wanted, tmp_path, monkeyp
 def cleaned(monkeypatch, tmp_path, text: str, *given: str) -> tuple[int, tuple[str, ...]]:
     """Runs `kbpf cleanup` with this file; returns its exit code and the locations it cleans."""
     looked: list[object] = []
-    monkeypatch.setattr(cleanup, "remove_pins", lambda pins, *_: looked.append(pins) or ())
+    monkeypatch.setattr(removal, "remove_pins", lambda pins, *_: looked.append(pins) or ())
 
     def remove_ipvs(config: Config, _: bool) -> tuple[()]:
         looked.append(config.state_dir)
         return ()
 
-    monkeypatch.setattr(cleanup, "remove_ipvs", remove_ipvs)
+    monkeypatch.setattr(removal, "remove_ipvs", remove_ipvs)
     (tmp_path / "config.conf").write_text(text)
     code = app.call(["cleanup", "--config", str(tmp_path / "config.conf"), *given])
     return code, tuple(map(str, looked))
@@ -246,7 +246,7 @@ no file: → yes
 """,
 )
 def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(text, packet_path, tmp_path, monkeypatch):
-    row = CheckRow(Check.KUBE_PROXY, "yes", False, "", "")
+    row = CheckRow(Check.KUBE_PROXY, "yes", "")
     for module in (bpf_checks, ipvs_checks):
         monkeypatch.setattr(module, "rows", lambda *_: ())
     monkeypatch.setattr(packet_path_checks, "check_packet_path", lambda _: ())

@@ -24,7 +24,7 @@ def load_words(line: str) -> Config:
     """The settings of a command line that begins with variables."""
     words = [word.partition("=") for word in shlex.split(line)]
     variables, given = ({n: v for n, _, v in words if n.startswith("-") is flag} for flag in (False, True))
-    return load.load_config(given, variables)
+    return load.load(given, variables).config
 
 
 @each_pair(

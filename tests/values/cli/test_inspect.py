@@ -228,7 +228,6 @@ failures -n kube-system
 sources -n default
 backends -n kube-system -o name
 nat -n kube-system
-services -l app=web
 service web -n none -A
 services --limit 2 --sort-by name -A
 """.splitlines()

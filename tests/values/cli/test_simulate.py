@@ -115,16 +115,6 @@ def test_without_nodes_and_with_too_many(folder: Path, monkeypatch, capsys):
     assert "there are no Nodes: computed for " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [("--zone-down", "a"), ("--weight", "web-0=0", "--drain", "node-1"), ("--all",)])
-def test_options_that_are_gone_are_a_note(folder: Path, words: tuple[str, ...], capsys):
-    assert app.call(["simulate", "objects"]) == 0
-    plain = capsys.readouterr()
-    assert app.call(["simulate", "objects", *words]) == 0
-    out, err = capsys.readouterr()
-    assert out == plain.out
-    assert err == f"kbpf: {simulate.REMOVED}\n"
-
-
 def test_a_node_that_is_gone_is_a_note(folder: Path, tmp_path, capsys):
     after = shutil.copytree(folder, tmp_path / "after")
     (after / "shop.yaml").write_text(OBJECTS + NODE.format(1, "a"))

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a terminal adds to the output: colour, folded tables and a pager. The terminal is a real
-pseudo-terminal, and the pagers are real programs.
+"""What a terminal adds to the output: colour and folded tables. The terminal is a real
+pseudo-terminal.
 """
 
 import fcntl
 import os
 import re
-import shlex
 import struct
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from collections.abc import Mapping
 import pytest
 
 from kbpf.cli import terminal
-from tests.support.table import each_named_pair, each_pair
+from kbpf.views.page import fit_widths
+from tests.support.table import each_pair
 
 SCRIPT = """
 from kbpf.cli import render, streams
@@ -34,7 +34,7 @@ COLUMNS = (
 )
 ROWS = [Row("a", "missing", ["10.96.0.1:80"] * 8), Row("missing-b", "attached", ["x"])]
 streams.set_up()
-render.show(Page(Kind("RowList", Row), ROWS, COLUMNS, notes=("a note",)), Output.TABLE, pager=True)
+render.show(Page(Kind("RowList", Row), ROWS, COLUMNS, notes=("a note",)), Output.TABLE)
 """
 TEXTS = ", ".join(["10.96.0.1:80"] * 8)
 PLAIN = (
@@ -69,46 +69,34 @@ def on_terminal(environ: Mapping[str, str], columns: int = 200, script: str = SC
     return text.decode().replace("\r\n", "\n"), err.decode()
 
 
-NONE = {"KBPF_PAGER": ""}
 TEXTS_OF = {
     "alarmed": PLAIN.replace("   missing ", f"   {RED}missing{RESET} ").replace("90.0% !", f"90.0%{RED} !{RESET}"),
     "plain": PLAIN,
-    "upper": PLAIN.upper(),
-    "nothing": "",
 }
 
 
-@each_named_pair(
+@each_pair(
     "environ, text",
     """\
-colour: KBPF_PAGER= → alarmed
-NO_COLOR: KBPF_PAGER= NO_COLOR=1 → plain
-empty NO_COLOR: KBPF_PAGER= NO_COLOR= → alarmed
-TERM=dumb: KBPF_PAGER= TERM=dumb → plain
-a dumb terminal has no pager: TERM=dumb KBPF_PAGER='tr a-z A-Z' → plain
-PAGER=cat: PAGER=cat NO_COLOR=1 → plain
-a pager: PAGER='tr a-z A-Z' NO_COLOR=1 → upper
-ours before that of all: PAGER=false KBPF_PAGER=cat NO_COLOR=1 → plain
-a pager that is not installed: PAGER=no-such-pager NO_COLOR=1 → plain
-no pager at all: PAGER=\\' NO_COLOR=1 → plain
-a pager that exits at once: PAGER=true NO_COLOR=1 → nothing
-the options of less: PAGER='printenv LESS; cat >/dev/null' → FRX
-options of less that are set: PAGER='printenv LESS; cat >/dev/null' LESS=S → S
+ → alarmed
+NO_COLOR=1 → plain
+NO_COLOR= → alarmed
+TERM=dumb → plain
 """,
 )
 def test_environment_decides(environ, text):
-    variables = dict(word.split("=", 1) for word in shlex.split(environ))
-    assert on_terminal(variables) == (TEXTS_OF.get(text, f"{text}\n"), "kbpf: a note\n")
+    variables = dict(word.split("=", 1) for word in environ.split())
+    assert on_terminal(variables) == (TEXTS_OF[text], "kbpf: a note\n")
 
 
-def test_a_pipe_gets_neither_colour_nor_a_pager():
-    environ = {**os.environ, "TERM": "xterm", "PAGER": "tr a-z A-Z", "COLUMNS": "20"}
+def test_a_pipe_gets_no_colour():
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "20"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environ, check=True)
     assert done.stdout == PLAIN
 
 
 def test_table_is_folded_at_blanks_to_the_width_of_the_terminal():
-    text, _ = on_terminal({**NONE, "NO_COLOR": "1"}, columns=70)
+    text, _ = on_terminal({"NO_COLOR": "1"}, columns=70)
     pair = "10.96.0.1:80, 10.96.0.1:80"
     assert text == (
         f"NAME        {'TEXTS':37}   STATE         FILL\n"
@@ -162,12 +150,13 @@ def test_a_page_that_is_drawn_again_and_again_knows_the_terminal():
 def test_widest_columns_are_narrowed_first(given, fitted):
     """The limit of widths, and the longest words → the widths that fit."""
     limit, widths, words = (list(map(int, part.split())) for part in re.split(" of |, words ", given))
-    assert terminal.fit_widths(widths, words, *limit) == list(map(int, fitted.split()))
+    assert fit_widths(widths, words, *limit) == list(map(int, fitted.split()))
 
 
 COLOURS = [
     ("connect4   detached   5", f"connect4   {RED}detached{RESET}   5"),
     ("web   expired", f"web   {YELLOW}expired{RESET}"),
+    ("web   terminating, serving   yes", f"web   {YELLOW}terminating, serving{RESET}   yes"),
     ("failed-web   attached", "failed-web   attached"),
     ("map is missing entries", "map is missing entries"),
     ("mode bpf cannot be used: cgroup v2", f"mode bpf {RED}cannot be used: cgroup v2{RESET}"),

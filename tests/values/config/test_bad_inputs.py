@@ -59,11 +59,11 @@ an unknown variable: KBPF_FOO=1 KBPF_PINDIR=/x KBPF_METRICS_SERVICE_HOST=1 KBPF_
     warning: KBPF_FOO is an unknown variable; it is ignored
     warning: KBPF_PINDIR is an unknown variable; is KBPF_PIN_DIR meant?
 more entries than a map holds: ours mapSizes: {connections: 99999999999} → 2
-    not a number of entries: '99999999999' (.mapSizes.connections); give a whole number, 1 to 33554432
+    not a number from 1 to 33554432: '99999999999' (.mapSizes.connections)
 more connections than a map holds: --max-connections 1000000000 → 2
-    not a number of entries: '1000000000' (--max-connections); give a whole number, 1 to 33554432
+    not a number from 1 to 33554432: '1000000000' (--max-connections)
 more backends than a map holds: --max-backends 134217729 → 2
-    not a number of entries: '134217729' (--max-backends); give a whole number, 1 to 134217728
+    not a number from 1 to 134217728: '134217729' (--max-backends)
 the largest map sizes: --max-backends 134217728 --max-connections 33554432 → 0
 a word for a number: ours mapSizes: {connections: many} → 2
     expected an integer, got a string (.mapSizes.connections)
@@ -111,7 +111,7 @@ addresses and numbers: proxy clusterCIDR: 10.0.0.0/99; bindAddress: eth0; oomSco
 {masqueradeBit: 32} → 2
     not an IP address: 'eth0' (.bindAddress)
     not a number from -1000 to 1000: '-5000' (.oomScoreAdj)
-    not a bit of the mark: '32' (.iptables.masqueradeBit); give a number, 0 to 31
+    not a number from 0 to 31: '32' (.iptables.masqueradeBit)
     not a network: '10.0.0.0/99' (.clusterCIDR); write it as 192.0.2.0/24 or 2001:db8::/32
     warning: line 5: clusterCIDR occurs twice; the last one is used
 three networks: proxy clusterCIDR: 10.0.0.0/8,10.1.0.0/16,fd00::/8 → 2

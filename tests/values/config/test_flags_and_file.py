@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from kbpf.config import kinds, load
-from kbpf.config.kubeproxy import DEFAULTS
 from kbpf.config.settings import SETTINGS, Setting
 from kbpf.model.config import Config
 from tests.support.table import each_pair
@@ -27,20 +26,17 @@ def path_in(mode: str, row: Setting) -> str:
     return next((path for path in paths if path.startswith(f"{mode}.")), paths[0])
 
 
-def value_of(row: Setting, path: str, text: str) -> Any:
+def value_of(row: Setting, text: str) -> Any:
     """The text of a flag as its field in the document has it."""
-    default: Any = DEFAULTS
-    for name in path.split("."):
-        default = default[name]
-    if isinstance(default, dict):
+    if row.kind is kinds.FEATURE_GATES:
         return kinds.feature_gate_values(text, "")
-    if isinstance(default, list | tuple):
+    if row.kind.json_type == kinds.LIST:
         return text.split(",")
     return yaml.safe_load(text) if row.kind.json_type in (int, bool) else text
 
 
 def by_flags(mode: str, given: dict[str, str]) -> Config:
-    return load.load_config({**({"--proxy-mode": mode} if mode else {}), **given}, {})
+    return load.load({**({"--proxy-mode": mode} if mode else {}), **given}, {}).config
 
 
 def by_file(mode: str, given: dict[str, str]) -> Config:
@@ -51,7 +47,7 @@ def by_file(mode: str, given: dict[str, str]) -> Config:
         holder = fields
         for section in sections:
             holder = holder.setdefault(section, {})
-        holder[last] = value_of(row, path_in(mode, row), text)
+        holder[last] = value_of(row, text)
     return loaded(PROXY + yaml.safe_dump(fields)).config
 
 
@@ -130,5 +126,5 @@ def test_node_ports_answer_on_the_same_addresses(mode):
 )
 def test_node_ports_on_loopback_by_flags(flags, value):
     """Flags → whether NodePorts answer on loopback."""
-    made = load.load_config(dict(word.split("=", 1) for word in flags.split()), {})
+    made = load.load(dict(word.split("=", 1) for word in flags.split()), {}).config
     assert made.localhost_node_ports is (value == "true")

@@ -33,7 +33,7 @@ def rows(text: str) -> Sequence[CheckRow]:
         name, _, result = word.partition("=")
         name, _, subject = name.partition(":")
         result, _, unneeded = (result or "no").partition(",")
-        made.append(CheckRow(Check[name], result, not unneeded, "", "", subject=subject))
+        made.append(CheckRow(Check[name].of(subject) if subject else Check[name], result, "", "", not unneeded))
     return made
 
 

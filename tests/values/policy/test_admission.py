@@ -162,7 +162,7 @@ def setting(word: str, place: str) -> Config:
     address = format_addr(at(place).address)
     bits = 128 if ":" in address else 32
     text = {"listed": f"{address}/{bits}", "another listed": "203.0.113.254/32"}.get(word, word)
-    return load.load_config({"--external-ips": text}, {})
+    return load.load({"--external-ips": text}, {}).config
 
 
 def web(kind: FrontendKind, place: str) -> Service:
@@ -302,7 +302,7 @@ def test_incremental_updates_equal_a_full_computation(steps: list[str], place: s
     there: dict[str, Service | EndpointSlice | Node] = {}
     world, desired, told = (ObjectStore("me"), DesiredStateBuilder(), {"servers": False, "listening": False})
     world.apply([up(NODE), *(Synced(kind) for kind in Kind)])
-    config = load.load_config({"--external-ips": "all"}, {})
+    config = load.load({"--external-ips": "all"}, {}).config
     for step in steps:
         touched = world.apply([])
         if step in told:
@@ -453,7 +453,7 @@ def test_node_port_source_ranges_apply_per_family():
         "10.0.0.0/8,fd00::/8": (4, 6),
         "0.0.0.0/0,fd00::/8": (6,),
     }.items():
-        config = load.load_config({"--nodeport-source-ranges": text}, {})
+        config = load.load({"--nodeport-source-ranges": text}, {}).config
         state = state_of_all((balanced, NODE), LOCAL, config)
         for key, found in state.services.items():
             limited = {f.kind for f in found.frontends if f.restricted}

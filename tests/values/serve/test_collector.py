@@ -42,7 +42,7 @@ def source(monkeypatch) -> Source:
 
 @pytest.fixture
 def made(source: Source) -> Iterator[BackgroundCollector]:
-    one = BackgroundCollector(source.count, source.show)
+    one = BackgroundCollector(source.count, source.show, lambda: None)
     yield one
     one.stop()
 

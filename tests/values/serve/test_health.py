@@ -51,7 +51,7 @@ from tests.values.serve.rows_health import (
 
 @each_case("verdict, eligible, path, status, body", HEALTH_ROWS)
 def test_healthz_and_livez_responses(verdict: HealthVerdict, eligible, path, status, body):
-    answer = healthz(verdict, eligible) if path == "/healthz" else livez(verdict)
+    answer = healthz(verdict, eligible) if path == "/healthz" else livez(verdict, ())
     assert answer == HttpResponse(status, body.encode(), "application/json")
 
 

@@ -208,9 +208,8 @@ def page(
         for totals, when in ((BEFORE, 10.0), (AFTER, 12.0))
     )
     rows = top.build_rows(before, after, by, service, namespace)
-    histories = {(row.service, row.name): [0.0, None, 1.0, 4.0, row.new] for row in rows}
     summary = TopSummary(by, 2.0, None)
-    return shown(top.build_page(rows, summary, after.counted, in_conntrack, limit, histories if not limit else None))
+    return shown(top.build_page(rows, summary, after.counted, in_conntrack, limit))
 
 
 def clients() -> str:

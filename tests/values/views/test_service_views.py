@@ -84,7 +84,7 @@ def test_advice_that_fits_several_differences_is_given_once():
         Difference(DifferenceKind.MISSING, "hook connect6", "b", advice="wait"),
         Difference(DifferenceKind.STALE, "backends", "b"),
     )
-    page = verification.build_page(Verification(differences, 1, 2, 3, 1), 0)
+    page = verification.build_page(differences, Verification(not differences, len(differences), 1, 2, 3, 1), 0)
     assert page.text is not None
     _, advice = page.text(False).split("what to do\n")
     assert advice.split("\n\n")[0].split("\n") == [
