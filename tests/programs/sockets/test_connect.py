@@ -75,6 +75,8 @@ outer     10.96.0.6:80 NodePort=0.0.0.0:30086 LoadBalancer=192.0.2.6:80 External
 serving   10.96.0.7:80 -> internal=Local serving=one
 guarded   10.96.0.8:80 LoadBalancer={ALONE}:7000 -> one ranges=203.0.113.0/24
 empty-dns:UDP 10.96.0.9:53
+empty-dns6:UDP [fd00:96::9]:53
+elsewhere-dns:UDP 10.96.0.4:53 -> one internal=Local
 taken     ExternalIP={ALONE}:7001 -> one
 shadow    NodePort=0.0.0.0:30099 ExternalIP={ALONE}:80 -> one
 """
@@ -164,6 +166,18 @@ NodePort on a foreign address                | host | {pod}:30080              |
 no IPv6 NodePort of an IPv4 Service          | host | [{node6}]:30099          | host-1       | NOT_A_SERVICE
 restricted LB VIP is left to the packet path | pod  | 198.51.100.1:7000        | host-1       | NEEDS_SOURCE
 restriction is not for the ClusterIP         | pod  | 10.96.0.8:80             | one          | TRANSLATED
+sendto: ClusterIP                            | pod  | 10.96.0.1:80             | two          | TRANSLATED    | sendto
+sendto: ClusterIP, host                      | host | 10.96.0.1:80             | two          | TRANSLATED    | sendto
+sendto: ClusterIP, IPv6                      | pod  | [fd00:96::1]:80          | two          | TRANSLATED    | sendto
+sendto: ClusterIP, v4-mapped                 | pod  | [::ffff:10.96.0.1]:80    | two          | TRANSLATED    | sendto
+sendto: NodePort                             | pod  | {node}:30080             | two          | TRANSLATED    | sendto
+sendto: NodePort on loopback                 | host | 127.0.0.1:30080          | two          | TRANSLATED    | sendto
+sendto: no endpoints                         | pod  | 10.96.0.9:53             | ECONNREFUSED | NO_ENDPOINTS  | sendto
+sendto: no endpoints, v4-mapped              | pod  | [::ffff:10.96.0.9]:53    | ECONNREFUSED | NO_ENDPOINTS  | sendto
+sendto: no endpoints, IPv6                   | pod  | [fd00:96::9]:53          | ECONNREFUSED | NO_ENDPOINTS  | sendto
+sendto: internal Local, elsewhere            | pod  | 10.96.0.4:53             | ETIMEDOUT | NO_LOCAL_ENDPOINTS | sendto
+sendto: a plain address                      | pod  | {two}:8080               | two          | NOT_A_SERVICE | sendto
+sendto: a plain v4-mapped address            | pod  | [::ffff:{two}]:8080      | two          | NOT_A_SERVICE | sendto
 """,
 )
 
@@ -195,10 +209,13 @@ def test_dial(bench: Bench, row: Dial):
     before = bench.site.reasons()
     client = bench[row.client]
     with bench.site.telling():
-        answer = client.tcp(host, port) if row.protocol == "tcp" else client.udp(host, port, connected=True)
+        if row.protocol == "tcp":
+            answer = client.tcp(host, port)
+        else:
+            answer = client.udp(host, port, connected=row.protocol == "udp")
     counted = bench.site.reasons() - before
     del counted[Reason.REVERSED]  # getpeername() and recvfrom()
-    if row.protocol == "udp":  # replies and packets of v4-mapped sockets pass hooks, too
+    if row.protocol != "tcp":  # replies and packets of v4-mapped sockets pass hooks, too
         assert counted.pop(NONE, 0) >= (row.why is NONE)
     if row.gets in errno.errorcode.values():
         assert answer.get("error") == row.gets, str(answer)

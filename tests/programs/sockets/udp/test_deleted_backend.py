@@ -119,14 +119,6 @@ def test_ipv6_and_mapped_connected_sockets_are_destroyed(bench: Bench):
         assert (v6(), mapped()) == ("cut", "cut")
 
 
-def test_backend_that_serves_again_within_the_grace_period_keeps_its_new_sockets(bench: Bench):
-    for backend in ("one", "two", "one"):
-        bench.web(backend)
-    with kept(bench["pod"], "10.96.0.1", connected=True) as s:
-        flush(bench.plane)
-        assert s() == "one"
-
-
 def test_backend_that_serves_again_keeps_its_new_sockets_during_a_pass(bench: Bench, monkeypatch):
     """The pass that cuts clients off it takes longer than the change after which it serves again.
     A client connects as soon as that is written.
