@@ -273,15 +273,6 @@ def test_filter_that_is_added_before_ours_is_passed_soon(
         path.unlink()
 
 
-def test_lost_attachment_comes_back_at_the_next_resync(node: Site, first: Generation, monkeypatch):
-    monkeypatch.setattr(module, "RESYNC_INTERVAL_S", 0.3)
-    node.how = AttachMethod.TCX
-    node.ready(first)
-    pin = node.net.folder / "devices" / f"{node.net.index('up0')}-ingress"
-    pin.unlink()
-    until("it is back", lambda: pin.exists() and node.has(first))
-
-
 # ---- errors ------------------------------------------------------------------------------------
 
 

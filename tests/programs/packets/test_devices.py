@@ -396,14 +396,3 @@ def test_remove_leaves_only_foreign_attachments(node: Net, agent: Agent):
         others = [] if lacking("tcx") else [program_id(foreign)]
         assert node.tcx(Direction.INGRESS, "up0") == others
         assert node.filters(Direction.INGRESS, "up0") == []
-
-
-@needs("tcx")
-def test_remove_detaches_both_methods_of_an_earlier_agent(node: Net, kit: Kit):
-    Agent(node, kit, AttachMethod.CLSACT, patterns=("up0",)).sync()
-    (node.folder / "devices").rename(node.folder / "lost")  # as if the pin folder were lost
-    with idle() as other:
-        Agent(node, kit, AttachMethod.TCX).sync(lambda *_: other)
-        assert len(node.inside(DeviceAttachments(node.folder).remove)) == 10
-    assert node.filters(Direction.INGRESS, "up0") == []
-    assert node.tcx(Direction.INGRESS, "up0") == []

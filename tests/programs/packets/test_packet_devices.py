@@ -146,20 +146,6 @@ def node(artifact_cache: Path, monkeypatch) -> Iterator[Node]:
         yield made
 
 
-def test_writer_continues_while_a_device_is_slow(node: Node):
-    node.slow = "here"
-    node.apply(3, "10.0.0.1:80")
-    assert node.reached.wait(PATIENCE)
-    assert not node.plane.status().ready
-    node.apply(3, "10.0.0.2:80")
-    shown = node.site.dump()["frontends"]
-    assert {str(each["cluster"]) for each in shown.values()} == {"['10.0.0.2:80/TCP']"}
-    assert not node.plane.status().ready
-    node.resume.set()
-    node.until_ready()
-    assert node.attached().keys() == {"here", "far"}
-
-
 def endpoints(count: int, network: int) -> str:
     """Enough endpoints to make the maps of backends grow, but not those of frontends."""
     return " ".join(f"10.0.{network}.{number}:80" for number in range(1, count + 1))

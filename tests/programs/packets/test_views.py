@@ -184,12 +184,11 @@ def test_idle_timeouts_match_the_programs(tmp_path):
 
 
 class Exchange(NamedTuple):
-    """Packets of a connection through "masked" or "local"; the state shown, its idle timeout in seconds."""
+    """Packets of a connection through "masked" or "local", and its state then."""
 
     to: str
     script: str
     state: str
-    timeout: int
 
     @property
     def which(self) -> int:
@@ -202,35 +201,16 @@ class Exchange(NamedTuple):
 EXCHANGES = table(
     Exchange,
     """
-masked | S | new | 120
-masked | S <SA | answered | 60
-masked | S <SA A FA | closing | 3600
-masked | S <RA | closed | 120
-masked | S <SA A | unproven | 86400
-masked | ? | new | 30
-local | S <SA A+ <A | established | 86400
-local | ? <! | answered | 30
+masked | S | new
+masked | S <SA | answered
+masked | S <SA A FA | closing
+masked | S <RA | closed
+masked | S <SA A | unproven
+masked | ? | new
+local | S <SA A+ <A | established
+local | ? <! | answered
 """,
 )
-
-
-@pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.script)
-def test_connection_is_shown_as_one_row(path: Path_, show, exchange: Exchange, v: int):
-    talk(path, v, exchange.which, 2000, exchange.script)
-    (row,) = show("connections")
-    assert row["service"] == exchange.service(v)
-    assert row["protocol"] == ("UDP" if "?" in exchange.script else "TCP")
-    assert (row["client"], row["backend"]) == (end(CLIENT[v], 2000), end(POD[v], 8080))
-    assert row["frontend"] == end(f"{NET[v]}{exchange.which}", 80)
-    assert row["masqueraded"] == (exchange.which == MASKED)
-    host, _, port = row["seen_as"].rpartition(":")
-    assert host.strip("[]") == (NODE[v] if exchange.which == MASKED else CLIENT[v])
-    assert LOW <= int(port) <= HIGH if exchange.which == MASKED else port == "2000"
-    assert row["state"] == exchange.state
-    assert 0 <= row["idle_seconds"] <= exchange.timeout
-    assert row["idle_seconds"] + row["expires_seconds"] == pytest.approx(exchange.timeout, abs=0.01)
-    assert (row["expired"], row["lost"], row["replaced"], row["device"]) == (False, [], False, "")
 
 
 @needs("socket_iterator")  # otherwise the number of open connections is unknown
@@ -238,6 +218,9 @@ def test_closed_connections_are_not_counted_as_open(path: Path_, call, show):
     """In no view and in no metric, although their entries still exist."""
     for port, exchange in enumerate(EXCHANGES, 2000):
         talk(path, 4, exchange.which, port, exchange.script)
+    assert {int(row["client"].rpartition(":")[2]): row["state"] for row in show("connections")} == {
+        port: exchange.state for port, exchange in enumerate(EXCHANGES, 2000)
+    }
     is_open = Counter(exchange.service(4) for exchange in EXCHANGES if exchange.state != "closed")
     for name, count in is_open.items():
         (detail,) = show("service", name)
