@@ -10,6 +10,7 @@ from kbpf.dataplane.bpf.packet_path import device_thread
 from tests.support.lab import namespace as namespaces
 from tests.support.lab.lab import PATIENCE, Lab, Node
 from tests.support.plane import Site, artifact_cache, plane, site, sites
+from tests.support.stub_programs import only_name_their_maps
 
 __all__ = ["artifact_cache", "plane", "site"]
 
@@ -22,6 +23,12 @@ def _patient_publish() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_thread, "PUBLISH_STALL_TIMEOUT_S", 2 * PATIENCE)
         yield
+
+
+@pytest.fixture
+def stub_programs(monkeypatch) -> None:
+    """The agent's programs do nothing, quickly: no test that takes this looks at connections or packets."""
+    only_name_their_maps(monkeypatch)
 
 
 @pytest.fixture(scope="module")

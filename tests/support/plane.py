@@ -209,11 +209,12 @@ class Site:
         """
         self.close_planes()
         made = self.plane(*arguments, **settings)
-        if self.node is None:
-            made.open()
-        else:
-            netns.run_in(Path("/run/netns") / self.node, made.open)
+        self.do(made.open)
         return made
+
+    def do(self, action: Callable[[], T]) -> T:
+        """Calls it in the node's network namespace."""
+        return action() if self.node is None else netns.run_in(Path("/run/netns") / self.node, action)
 
     def start(self, state: DesiredState, **settings: Any) -> BpfPlane:
         """Starts the agent's plane, which programs this state and retires what is not part of it."""
@@ -246,6 +247,26 @@ class Site:
         """Writes an entry of a map."""
         with self.pinned(name) as found:
             found.update(key, value)
+
+    def clear(self, *names: str) -> None:
+        """Deletes all entries of these maps."""
+        for name in names:
+            with self.pinned(name) as found:
+                found.delete_batch(b"".join(self.entries(name)))
+
+    @contextlib.contextmanager
+    def restored(self, *names: str) -> Iterator[None]:
+        """Puts all entries of these maps back after the block."""
+        before = {name: self.entries(name) for name in names}
+        try:
+            yield
+        finally:
+            for name, entries in before.items():
+                with self.pinned(name) as found:
+                    for key in dict(found.items()).keys() - entries.keys():
+                        found.delete(key)
+                    for key, value in entries.items():
+                        found.update(key, value)
 
     def drain_queue(self) -> list[bytes]:
         """Empties the queue of flows; returns its keys, oldest first."""

@@ -22,7 +22,7 @@ from kbpf.cli import app
 from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import objects, probe, syscalls, uapi
+from kbpf.kernel.bpf import objects, syscalls, uapi
 from kbpf.kernel.bpf.objects import Link, Map
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState
@@ -39,8 +39,10 @@ from tests.support.plane import (
     sites,
     size_maps,
 )
+from tests.support.stub_programs import change_programs
 from tests.support.table import table
 
+pytestmark = pytest.mark.usefixtures("stub_programs")
 A, B, C, D = (f"10.244.0.{i}:8080" for i in range(1, 5))
 NAMES = {
     **{"A": A, "B": B, "C": C, "D": D, "A6": "[fd00::1]:8080", "B6": "[fd00::2]:8080"},
@@ -258,21 +260,6 @@ def test_pinned_map_of_another_layout_is_an_error(site: Site):
 
 
 INVALID = b"\xff" + bytes(7)  # no such instruction
-LOAD_MAP = b"\x18\x01" + bytes(14)  # r1 = a map, which the loader inserts
-EXIT = b"\x95" + bytes(7)
-
-
-def change_programs(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[artifact.Bytecode], artifact.Bytecode], **more: str
-) -> None:
-    """From now on all programs are changed like this."""
-    real = compile.find_or_compile
-
-    def obtain(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
-        found, compiled = real(unit, cache)
-        return msgspec.structs.replace(found, programs=tuple(map(change, found.programs)), **more), compiled
-
-    monkeypatch.setattr(compile, "find_or_compile", obtain)
 
 
 def another_build(monkeypatch: pytest.MonkeyPatch, *invalid: str) -> None:
@@ -283,21 +270,6 @@ def another_build(monkeypatch: pytest.MonkeyPatch, *invalid: str) -> None:
         return msgspec.structs.replace(program, **code)
 
     change_programs(monkeypatch, change, source="another")
-
-
-def programs_that_only_name_their_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on programs load the addresses of their maps and return 1. What a program does is
-    irrelevant to when it is loaded, pinned and attached, and verifying the real ones takes most of
-    the time of a start.
-    """
-
-    def stub(program: artifact.Bytecode) -> artifact.Bytecode:
-        names = sorted({reference.map for reference in program.references})
-        loads = tuple(artifact.Reference(2 * i, name) for i, name in enumerate(names))
-        code = LOAD_MAP * len(names) + probe.encode_r0(1) + EXIT
-        return artifact.Bytecode(program.name, code, loads)
-
-    change_programs(monkeypatch, stub)
 
 
 def test_programs_of_another_build_replace_the_old_ones(site: Site, monkeypatch):
@@ -476,7 +448,6 @@ CASES = {
 def test_kill_at_any_step_is_repaired_by_the_next_agent(artifact_cache: Path, monkeypatch, case: str):
     """At no step does a frontend have half a set, or a hook no program."""
     what, _, layout_of = case.partition(" ")
-    programs_that_only_name_their_maps(monkeypatch)
     if what == "grow":
         size_maps(monkeypatch, services=6, backend_slots=8, backends=4)
 
@@ -542,9 +513,7 @@ def test_unknown_services_stay_until_the_state_is_authoritative(site: Site):
 def test_unclaimed_frontend_is_found_until_the_state_is_authoritative(site: Site, then: DesiredState):
     """Its Service has lost its name, and may be one that could not be read."""
     site.start(ALONE)
-    with site.pinned("service_names") as names:
-        for key in site.entries("service_names"):
-            names.delete(key)
+    site.clear("service_names")
     maps = ("services", "cluster_ips", "frontend_ports")
     before = {name: site.entries(name).keys() for name in maps}
     plane = site.open()

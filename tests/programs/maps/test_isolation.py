@@ -96,8 +96,8 @@ class Bench:
         return due is None or due > now
 
 
-@pytest.fixture
-def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
+@pytest.fixture(scope="module")
+def whole(node: Node, artifact_cache: Path) -> Iterator[Bench]:
     names = ("attacker", "one", "two", *(f"v{i}" for i in range(VICTIMS)))
     pods = {name: node.pod(name) for name in names}
     for name in ("one", "two"):
@@ -109,6 +109,14 @@ def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
         plane = site.open(MapSizes(affinity=AFFINITY, connections=4096))
         victims = [pods[f"v{i}"] for i in range(VICTIMS)]
         yield Bench(site, plane, node, pods["attacker"], victims, pods["one"], pods["two"])
+
+
+@pytest.fixture
+def bench(whole: Bench) -> Bench:
+    """No client has affinity, and `one` serves."""
+    whole.serve(whole.one.ip)
+    whole.site.clear("affinity", "affinity_shares")
+    return whole
 
 
 def open_files() -> None:
@@ -185,7 +193,6 @@ def asked(place: Place, to: str, **how: Any) -> str:
 
 @pytest.mark.parametrize("fill", FILLS)
 def test_other_pods_keep_their_entries(bench: Bench, fill: Callable[[], contextlib.ExitStack]):
-    bench.serve(bench.one.ip)
     stuck = {}
     for place in bench.victims:
         assert place.tcp(WEB, 80, keep="tcp")["name"] == "one"
@@ -208,7 +215,6 @@ def test_other_pods_keep_their_entries(bench: Bench, fill: Callable[[], contextl
 
 
 def test_pod_is_limited_to_its_share_of_affinity(bench: Bench):
-    bench.serve(bench.one.ip)
     before = bench.site.reasons()
     with filled(bench, sticky):
         pass
@@ -242,8 +248,8 @@ def dial(path: Path_, clients: Iterable[str]) -> None:
     send(path, (tcp(f"[{client}]:4000", VIP[6], flags="S") for client in clients))
 
 
-@pytest.fixture
-def ingress(artifact_cache: Path) -> Iterator[Path_]:
+@pytest.fixture(scope="module")
+def served(artifact_cache: Path) -> Iterator[Path_]:
     """The packet path of a device in the node's network namespace, which is an uplink."""
     services = [
         made
@@ -266,8 +272,22 @@ def ingress(artifact_cache: Path) -> Iterator[Path_]:
     sizes = MapSizes(affinity=AFFINITY, connections=16_384)  # room for all flows of a flood
     state = masquerading(desired(*services))
     with serving_node(artifact_cache, "i", state, sizes=sizes, masquerade_ports=SNAT_PORTS) as made:
-        made.set_loopback_role(Role.HOST)
         yield made
+
+
+FILLED = ("affinity", "affinity_shares", "failures", "flows", "foreign_flows", "fragments", "refused_peers")
+
+
+@pytest.fixture
+def ingress(served: Path_) -> Iterator[Path_]:
+    """No client has sent anything yet."""
+    served.site.clear(*FILLED)
+    served.site.drain_queue()
+    served.site.put("flow_count", bytes(4), bytes(8))
+    served.node(NodeFlag(0), *SNAT_PORTS)
+    served.set_loopback_role(Role.HOST)
+    with served.site.restored("refusal_limits"):
+        yield served
 
 
 def test_client_network_is_limited_to_its_share_of_affinity(ingress: Path_):

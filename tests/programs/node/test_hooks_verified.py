@@ -35,6 +35,9 @@ WEB = desired(service("web", "10.96.0.1:80", "10.244.0.1:8080"))
 CONNECT4 = 10
 
 
+pytestmark = pytest.mark.usefixtures("stub_programs")
+
+
 def programs(cgroup: Path) -> tuple[int, ...]:
     """Ids of the programs attached to connect4."""
     descriptor = os.open(cgroup, os.O_RDONLY)

@@ -40,6 +40,8 @@ from tests.programs.packets.tc.net import both_ways
 from tests.support.lab.lab import ip, until
 from tests.support.plane import Site, sites
 
+pytestmark = pytest.mark.usefixtures("stub_programs")
+
 
 def make_device(how: AttachMethod = AttachMethod.CLSACT) -> None:
     """Makes up0, to which this process attaches programs by this method. It waits less than an agent."""

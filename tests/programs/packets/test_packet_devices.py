@@ -119,7 +119,7 @@ class Node:
 
 
 @pytest.fixture
-def node(artifact_cache: Path, monkeypatch) -> Iterator[Node]:
+def node(artifact_cache: Path, stub_programs: None, monkeypatch) -> Iterator[Node]:
     size_maps(monkeypatch, **START)
     monkeypatch.setattr(device_thread, "RETRY_DELAY_S", 0.1)
     monkeypatch.setattr(device_thread, "PUBLISH_STALL_TIMEOUT_S", 4 * PATIENCE)
