@@ -7,12 +7,9 @@ Tests that mount run in a process with its own mount namespace.
 
 import ctypes
 import errno
-import functools
 import os
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,18 +17,18 @@ import pytest
 
 from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, U64
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.packet_path import attach, device_thread
+from kbpf.dataplane.bpf.packet_path import attach
 from kbpf.dataplane.bpf.programs import unpinned
 from kbpf.dataplane.bpf.socket_hooks import HOOK_RETRY_INTERVAL_S, HOOK_VERIFY_INTERVAL_S
 from kbpf.errors import KernelError, PinsRemovedError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Link, Map
 from kbpf.kernel.bpf.tc import ATTACH_TYPE
+from tests.support.alone import WEB, alone, make_uplink, serve
 from tests.support.features import needs
-from tests.support.lab.lab import ip, remove_cgroup, until
+from tests.support.lab.lab import remove_cgroup, until
 from tests.support.plane import CGROUP_HOOKS, HOOKS, Site, desired, flush, service
 
-WEB = desired(service("web", "10.96.0.1:80", "10.244.0.1:8080"))
 CONNECT4 = 10
 
 
@@ -200,39 +197,6 @@ def mount_bpffs_over(folder: Path) -> None:
     assert libc.mount(b"bpf", os.fsencode(folder), b"bpf", 0, b"mode=0700") == 0, ctypes.get_errno()
 
 
-def run_in_new_namespaces(story: Callable[[], None]) -> None:
-    """Runs it in a process with new mount and network namespaces."""
-
-    def alone() -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.unshare(0x20000 | 0x40000000) == 0  # CLONE_NEWNS, CLONE_NEWNET
-        assert libc.mount(None, b"/", None, 1 << 18 | 1 << 14, None) == 0  # MS_PRIVATE, MS_REC
-        story()
-
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            alone()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def alone(test: Callable[..., None]) -> Callable[..., None]:
-    """A test that runs in a process with new mount and network namespaces."""
-
-    @functools.wraps(test)
-    def run(**fixtures: object) -> None:
-        run_in_new_namespaces(lambda: test(**fixtures))
-
-    return run
-
-
 @alone
 def test_mount_over_the_pins_is_reported_and_changes_nothing(site: Site):
     """The agent continues through its descriptor of the folder: it programs, grows its maps and
@@ -278,11 +242,9 @@ def test_mount_over_the_pins_attaches_nothing_twice_to_devices(site: Site):
     def tcx_programs() -> list[int]:
         return [len(objects.list_attached(socket.if_nametoindex("up0"), kind)) for kind in ATTACH_TYPE.values()]
 
-    ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
-    device_thread.RESYNC_INTERVAL_S = 0.1
-    plane = site.start(WEB, packet_path=True, devices=("up0",))
-    until("it is attached", lambda: plane.status().packets and tcx_programs() == [1, 1])
-    until("all devices were processed", lambda: plane.status().ready)
+    make_uplink()
+    plane = serve(site)
+    assert tcx_programs() == [1, 1]
     mount_bpffs_over(site.pins.parent)
     turns = []
     sync = attach.DeviceAttachments.sync

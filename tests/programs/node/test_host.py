@@ -184,11 +184,8 @@ def test_ports_that_the_own_table_serves_although_conntrack_is_used(site: Site, 
         service("sctp", "NodePort=0.0.0.0:30082", "10.1.0.1:80", Protocol.SCTP),
     )
     site.start(desired(*made))
-    with site.pinned("devices") as devices:
-        for key, _ in list(devices.items()):
-            devices.delete(key)
-        value = DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16), bridge)
-        devices.update(U32.pack(1), value)
+    site.clear("devices")
+    site.put("devices", U32.pack(1), DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16), bridge))
     assert host.read_external_ports(Pins(site.pins)) == {30080, 30082}
     in_own_table = host.read_external_ports(Pins(site.pins), in_conntrack=True)
     assert in_own_table == ({30080, 30082} if every else {30082})

@@ -24,41 +24,28 @@ from kbpf.cli.check import compute_verdict
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect.attached import read_devices
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.packet_path import attach, device_thread
+from kbpf.dataplane.bpf.packet_path import attach
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import unpinned
 from kbpf.dataplane.bpf.programs.hook_probe import Point, ProbeOutcome
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import tc
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.tc import AttachMethod, Runner, TcAttacher
 from kbpf.kernel.net.devices import Device
-from kbpf.kernel.probe_result import Probe
 from kbpf.model.config import SocketLb
-from tests.programs.node.test_hooks_verified import WEB, alone, mount_bpffs_over
+from tests.programs.node.test_hooks_verified import mount_bpffs_over
 from tests.programs.packets.tc.net import both_ways
+from tests.support.alone import WEB, alone, make_uplink, serve
 from tests.support.lab.lab import ip, until
 from tests.support.plane import Site, sites
 
 pytestmark = pytest.mark.usefixtures("stub_programs")
 
 
-def make_device(how: AttachMethod = AttachMethod.CLSACT) -> None:
-    """Makes up0, to which this process attaches programs by this method. It waits less than an agent."""
-    unpinned.DETACH_WAIT_S = 0.5
-    device_thread.RESYNC_INTERVAL_S = 0.1
-    if how is AttachMethod.CLSACT:
-        tc.probe_tcx = lambda: Probe(False, "switched off")
-    ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
-
-
-def serve(site: Site, **settings: object) -> BpfPlane:
-    """Starts an agent with the packet path on up0, and waits until it is attached."""
-    plane = site.start(WEB, **{"packet_path": True, "devices": ("up0",), **settings})
-    plane.tick(0.0)
-    until("all devices were processed", lambda: plane.status().ready)
-    assert not plane.status().packets.failed
-    return plane
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch) -> None:
+    """Agents wait less for programs that the kernel frees in the background."""
+    monkeypatch.setattr(unpinned, "DETACH_WAIT_S", 0.5)
 
 
 def attached() -> dict[Direction, list[int]]:
@@ -94,7 +81,7 @@ def second_site(first: Site, cgroup: Path | None = None) -> Iterator[Site]:
 @pytest.mark.parametrize("same_cgroup", [True, False], ids=["no socket hooks", "another cgroup"])
 @alone
 def test_second_agent_on_the_same_devices_is_refused(site: Site, how: AttachMethod, same_cgroup: bool):
-    make_device(how)
+    make_uplink(how)
     settings = {"socket_lb": SocketLb.OFF} if same_cgroup else {}
     serve(site, **settings)
     before = attached()
@@ -127,7 +114,7 @@ def test_second_agent_on_the_same_devices_is_refused(site: Site, how: AttachMeth
 @both_ways
 @alone
 def test_agent_that_started_at_the_same_moment_is_refused_at_the_first_apply(site: Site, how: AttachMethod):
-    make_device(how)
+    make_uplink(how)
     with second_site(site, site.cgroup) as other:
         second = other.open(packet_path=True, devices=("up0",))
         serve(site)
@@ -188,7 +175,7 @@ def bpffs_unmounted(site: Site) -> None:
 @alone
 def test_cleanup_finds_filters_without_pins(site: Site, how: AttachMethod, lose_pins: Callable[[Site], None]):
     """They have lost their tail calls, so they would drop each SYN to a Service."""
-    make_device(how)
+    make_uplink(how)
     removed: list[cleanup.RemovedItem] = []
     lose_pins(site)
     assert how is AttachMethod.TCX or [len(ids) for ids in attached().values()] == [1, 1]
@@ -205,7 +192,7 @@ def test_cleanup_finds_filters_without_pins(site: Site, how: AttachMethod, lose_
 
 @alone
 def test_cleanup_without_pins_leaves_another_agent_alone(site: Site):
-    make_device()
+    make_uplink(AttachMethod.CLSACT)
     serve(site)
     before = attached()
     with second_site(site) as other:
@@ -217,7 +204,7 @@ def test_cleanup_without_pins_leaves_another_agent_alone(site: Site):
 @alone
 def test_agent_that_starts_again_is_not_refused(site: Site, end: Callable[[Site], None]):
     """With TCX all restarts of tests/lab show the same."""
-    make_device()
+    make_uplink(AttachMethod.CLSACT)
     end(site)
     # the kernel frees what was pinned in the background
     unpinned.DETACH_WAIT_S = 60.0
@@ -231,7 +218,7 @@ def test_agent_that_starts_again_is_not_refused(site: Site, end: Callable[[Site]
 @alone
 def test_agent_that_serves_is_not_refused_for_a_place_where_only_another_serves(site: Site, only_at: str):
     """Its programs elsewhere would be left without updates."""
-    make_device()
+    make_uplink(AttachMethod.CLSACT)
     at_cgroup = only_at == "the cgroup"
     serve(site, **({"socket_lb": SocketLb.OFF} if at_cgroup else {}))
     site.close_planes()
@@ -251,7 +238,7 @@ def test_agent_that_serves_is_not_refused_for_a_place_where_only_another_serves(
 @alone
 def test_two_agents_that_both_started_are_reported(site: Site, how: AttachMethod, monkeypatch):
     """Both looked for the other before either was attached."""
-    make_device(how)
+    make_uplink(how)
     turns: Counter[attach.DeviceAttachments] = Counter()
     sync = attach.DeviceAttachments.sync
     attach.DeviceAttachments.sync = lambda self, *given: turns.update([self]) or sync(self, *given)

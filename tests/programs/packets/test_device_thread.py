@@ -20,7 +20,8 @@ from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.bpf.tc import Attachment, AttachMethod, TcAttacher
 from kbpf.kernel.probe_result import Probe
 from tests.programs.packets.tc.net import Net, both_directions, idle, program_id, programs_on_devices, refused
-from tests.support.lab.lab import PATIENCE, ip, until
+from tests.support.lab.lab import PATIENCE, until
+from tests.support.lab.namespace import Namespace
 
 PODS = ("cali0", "cali1", "cali2")
 ALL = frozenset(("up0", "here", "far", *PODS))
@@ -89,14 +90,14 @@ class Site:
         assert self.gate.reached.wait(PATIENCE)
 
     def publish(self, generation: Generation) -> None:
-        self.net.inside(lambda: self.reconciler.publish(generation, self._unsettle))
+        self.net.do(lambda: self.reconciler.publish(generation, self._unsettle))
 
     def runs(self) -> dict[str, set[int]]:
         """The programs on each device, both directions together."""
-        return self.net.inside(lambda: programs_on_devices(self.net.folder / "devices"))
+        return self.net.do(lambda: programs_on_devices(self.net.folder / "devices"))
 
     def name(self, ifindex: int) -> str:
-        return self.net.inside(lambda: socket.if_indextoname(ifindex))
+        return self.net.do(lambda: socket.if_indextoname(ifindex))
 
     def has(self, generation: Generation, names: frozenset[str] = ALL) -> bool:
         return self.runs() == {name: {generation.id} for name in names}
@@ -107,16 +108,14 @@ class Site:
 
 
 @pytest.fixture
-def node(request, monkeypatch) -> Iterator[Site]:
+def node(request, namespace: Namespace, monkeypatch) -> Iterator[Site]:
     """Such a node. Every attach is recorded, and waits if the gate is for its device."""
     name = f"kbkeep{os.getpid()}"
     how = getattr(request, "param", None)
     with ExitStack() as stack:
         net = Net(name)
         stack.callback(net.close)
-        pods = f"{name}p"
-        ip(f"netns add {pods}")
-        stack.callback(ip, f"netns del {pods}")
+        pods = namespace.name
         net.ip(
             f"link add up0 type veth peer name wire netns {pods}",
             "addr add 192.0.2.1/24 dev up0",

@@ -2,7 +2,6 @@
 """The data plane and its device thread: the order of their steps when programs are replaced."""
 
 import errno
-import os
 import shutil
 import socket
 import threading
@@ -26,11 +25,11 @@ from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.tc import Attachment, TcAttacher
-from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.objects import Protocol
 from tests.programs.packets.tc.net import programs_on_devices
-from tests.support.lab.lab import PATIENCE, ip, until
+from tests.support.lab.lab import PATIENCE, until
+from tests.support.lab.namespace import Namespace
 from tests.support.plane import SIZES, Site, desired, map_ids_read_by, service, sites, size_maps
 
 START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
@@ -41,8 +40,8 @@ class Node:
     fails.
     """
 
-    def __init__(self, name: str, site: Site) -> None:
-        self.name, self.site = name, site
+    def __init__(self, site: Site) -> None:
+        self.site = site
         self.slow = self.broken = ""
         self.reached, self.resume = threading.Event(), threading.Event()
         self.plane = self.open()
@@ -54,7 +53,7 @@ class Node:
     def apply(self, count: int, to: str) -> None:
         """Applies so many Services with these endpoints."""
         state = desired(*(service(f"s{i:04}", f"10.96.0.{i + 1}:80", to) for i in range(count)))
-        netns.run_in(Path("/run/netns") / self.name, lambda: self.plane.apply(state, None))
+        self.site.do(lambda: self.plane.apply(state, None))
 
     def serve(self) -> dict[str, set[int]]:
         """Serves until all devices have their programs, which are returned."""
@@ -72,8 +71,7 @@ class Node:
 
     def attached(self) -> dict[str, set[int]]:
         """Ids of the attached programs, by device."""
-        devices = self.site.pins / "devices"
-        return netns.run_in(Path("/run/netns") / self.name, lambda: programs_on_devices(devices))
+        return self.site.do(lambda: programs_on_devices(self.site.pins / "devices"))
 
     def failed(self) -> list[str]:
         """The devices that the status reports as failed."""
@@ -119,17 +117,13 @@ class Node:
 
 
 @pytest.fixture
-def node(artifact_cache: Path, stub_programs: None, monkeypatch) -> Iterator[Node]:
+def node(artifact_cache: Path, namespace: Namespace, stub_programs: None, monkeypatch) -> Iterator[Node]:
     size_maps(monkeypatch, **START)
     monkeypatch.setattr(device_thread, "RETRY_DELAY_S", 0.1)
     monkeypatch.setattr(device_thread, "PUBLISH_STALL_TIMEOUT_S", 4 * PATIENCE)
-    where = f"kbpd{os.getpid()}"
-    with ExitStack() as stack:
-        ip(f"netns add {where}")
-        stack.callback(ip, f"netns del {where}")
-        ip("link add here type veth peer name far", netns=where)
-        make = stack.enter_context(sites(artifact_cache))
-        made = Node(where, make(node=where))
+    namespace.ip("link add here type veth peer name far")
+    with sites(artifact_cache) as make, ExitStack() as stack:
+        made = Node(make(node=namespace.name))
         stack.callback(made.resume.set)
         attach = TcAttacher.attach
 

@@ -97,7 +97,7 @@ def served(artifact_cache: Path) -> Iterator[Path_]:
 @pytest.fixture
 def path(served: Path_) -> Iterator[Path_]:
     """No flows, and loopback is an uplink."""
-    served.clear("flows", "affinity")
+    served.site.clear("flows", "affinity")
     served.set_loopback_role(Role.HOST)
     said = agent_status(packets=served.plane.status().packets)
     served.plane.write_status(encode(said))

@@ -61,7 +61,6 @@ from tests.programs.sockets.account import (
     REPLY,
     REQUEST,
     Bench,
-    empty,
     fair,
     opened,
     recorded,
@@ -177,8 +176,8 @@ def test_connection_is_counted_and_seen(bench: Bench, row: Connection, accountin
     events: list[EventRow] = []
 
     def is_made() -> bool:
-        empty(site, "failures")
-        empty(site, "affinity")
+        site.clear("failures")
+        site.clear("affinity")
         before.clear()
         before.update(read_counts(site))
         with watched(site) as monitor:
@@ -225,7 +224,7 @@ def test_round_trip_time_is_measured(served: Bench):
 def test_connection_to_a_plain_address_adds_nothing(served: Bench):
     wait_for(lambda: served.site.entries("sock_peers"), {})  # of earlier tests
     before = read_counts(served.site)
-    empty(served.site, "failures")
+    served.site.clear("failures")
     with watched(served.site) as monitor:
         within(served.client, lambda: (fair(served.one.ip, FAIR), refused(served.one.ip, NOBODY)))
         assert read(monitor) == []
@@ -258,7 +257,7 @@ def hooks_of(site: Site) -> set[str]:
 def test_accounting_off_counts_and_keeps_nothing(bench: Bench):
     start(bench, Accounting.OFF)
     assert "sock_ops" not in hooks_of(bench.site)
-    empty(bench.site, "failures")
+    bench.site.clear("failures")
     before = read_counts(bench.site)
     bench.act("fair", "10.96.0.1:80")
     bench.act("refused", "10.96.0.7:80")
@@ -454,7 +453,7 @@ def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
     site, limit = bench.site, 100
     sizes = MapSizes(affinity=4096, connections=4096, counts=limit)
     start(bench, sizes=sizes)
-    empty(site, "counts")
+    site.clear("counts")
     put_stats(site, "dns", 2_000_000, opened=7)
     for number in range(1, limit):
         put_stats(site, "fair", 1_000_000 + number, opened=1)
@@ -471,7 +470,7 @@ def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
     assert [total.opened for key, total in read_counts(site).items() if key[0] == "rude"] == [1]
     totals = dict(MapCollector(Pins(site.pins), config, lambda: 0.0).count(lambda: None).totals)
     assert totals[name_of("fair")].opened == limit
-    empty(site, "counts")
+    site.clear("counts")
     start(bench)
 
 
@@ -542,7 +541,7 @@ def test_connections_without_packets_and_refused_ones_have_no_latency(served: Be
 def test_full_map_measures_no_new_services(served: Bench):
     site = served.site
     size = MAPS["latencies"].entries
-    empty(site, "latencies")
+    site.clear("latencies")
     with site.pinned("latencies") as latencies:
         keys = struct.pack(f"={size}I", *range(1 << 30, (1 << 30) + size))
         latencies.update_batch(keys, bytes(LATENCIES.size * size))

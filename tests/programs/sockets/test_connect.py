@@ -276,12 +276,10 @@ def test_nonblocking_socket_can_connect_after_a_refusal(bench: Bench):
 @contextlib.contextmanager
 def config_flag(bench: Bench, flag: ConfigFlag) -> Iterator[None]:
     """Sets this flag in the hooks' configuration, too."""
-    with bench.site.pinned("config") as config:
-        before = config.lookup(bytes(4)) or b""
-        netns, flags, share = CONFIG.unpack(before)
-        config.update(bytes(4), CONFIG.pack(netns, flags | flag, share))
+    with bench.site.restored("config"):
+        netns, flags, share = CONFIG.unpack(bench.site.entries("config")[bytes(4)])
+        bench.site.put("config", bytes(4), CONFIG.pack(netns, flags | flag, share))
         yield
-        config.update(bytes(4), before)
 
 
 def own_address(host: str, port: int, protocol: int = 0) -> str:

@@ -101,10 +101,7 @@ def serve(path: Path_, *services: ServiceState) -> None:
 
 def forget(path: Path_) -> None:
     """Deletes all flows and affinities."""
-    path.clear("flows")
-    with path.site.pinned("affinity") as found:
-        for key in dict(found.items()):
-            found.delete(key)
+    path.site.clear("flows", "affinity")
 
 
 def chosen(path: Path_, client: str, to: str, protocol: Protocol = TCP) -> str:

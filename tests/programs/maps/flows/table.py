@@ -4,7 +4,6 @@
 import struct
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -25,7 +24,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     Target,
 )
 from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, MapSizes
 from kbpf.model.objects import Protocol
@@ -78,7 +76,7 @@ class Flows:
             for protocol in (Protocol.TCP, Protocol.UDP)
         ]
         state = msgspec.structs.replace(desired(*made), masquerade_addresses=(parse_addr(NODE),))
-        netns.run_in(Path("/run/netns") / str(self.site.node), lambda: plane.apply(state, None))
+        self.site.do(lambda: plane.apply(state, None))
         self.open_programs()
 
     def open_programs(self) -> None:
@@ -97,8 +95,7 @@ class Flows:
 
     def delete_flows(self) -> None:
         """Deletes all flows; the queue still has their keys."""
-        with self.site.pinned("flows") as flows:
-            flows.delete_batch(b"".join(key for key, _ in flows.items()))
+        self.site.clear("flows")
 
     def empty(self) -> None:
         """Restores the initial state: no flows, an empty queue, a count of 0, no port in doubt."""

@@ -6,7 +6,6 @@ import itertools
 import struct
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from kbpf.dataplane.bpf.packet_path import flow_gc
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects, syscalls, uapi
 from kbpf.kernel.bpf.objects import Map
-from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.metrics import FlowCount
@@ -122,19 +120,16 @@ def test_port_of_an_evicted_flow_is_in_doubt(flows: Flows, script: str, seconds:
     assert all(seconds - 10 < each <= seconds + 1 for each in found)
     if seconds:
         (port,) = given
-        with flows.site.pinned("node") as node:
-            value = node.lookup(U32.pack(0)) or b""
-            try:
-                node.update(U32.pack(0), value[:36] + struct.pack("=HH", port, port) + value[40:])
-                build = udp if script.startswith("?") else lambda a, b: tcp(a, b, flags="S")
-                packet = frame(build("203.0.113.7:9", VIPS["translated"]))
-                counted = flows.site.reasons()[Reason.NO_SNAT_PORT]
-                assert run(flows.programs["tc_ingress"], packet).retval == TC_ACT_SHOT
-                assert flows.site.reasons()[Reason.NO_SNAT_PORT] == counted + 1
-                flows.settle()
-                assert run(flows.programs["tc_ingress"], packet).retval != TC_ACT_SHOT
-            finally:
-                node.update(U32.pack(0), value)
+        with flows.site.restored("node"):
+            value = flows.site.entries("node")[U32.pack(0)]
+            flows.site.put("node", U32.pack(0), value[:36] + struct.pack("=HH", port, port) + value[40:])
+            build = udp if script.startswith("?") else lambda a, b: tcp(a, b, flags="S")
+            packet = frame(build("203.0.113.7:9", VIPS["translated"]))
+            counted = flows.site.reasons()[Reason.NO_SNAT_PORT]
+            assert run(flows.programs["tc_ingress"], packet).retval == TC_ACT_SHOT
+            assert flows.site.reasons()[Reason.NO_SNAT_PORT] == counted + 1
+            flows.settle()
+            assert run(flows.programs["tc_ingress"], packet).retval != TC_ACT_SHOT
 
 
 @both_kinds
@@ -467,7 +462,6 @@ def test_agent_removes_orphans_in_parts(flows: Flows, monkeypatch):
     """A part of the map at each poll; then it starts over."""
     monkeypatch.setattr(objects, "BATCH_SIZE", 8)
     ports = range(2000, 2000 + ROOM // 2)
-    node = Path("/run/netns") / str(flows.site.node)
     flows.talk_all(ports, "?")
     for _ in range(2):
         made = {key for port in ports for key in add_orphans(flows, port)}
@@ -475,7 +469,7 @@ def test_agent_removes_orphans_in_parts(flows: Flows, monkeypatch):
             flows.age(port, MINUTE)
         left = []
         for now in itertools.islice(NOW, 100):
-            netns.run_in(node, lambda: flows.plane.tick(now))  # noqa: B023
+            flows.site.do(lambda: flows.plane.tick(now))  # noqa: B023
             left.append(len(made & flows.site.entries("flows").keys()))
         assert left[0] > 0, "not all at once"
         assert left[-1] == 0

@@ -7,7 +7,6 @@ its checksums are verified by a parser that shares no code with the builder.
 """
 
 import itertools
-import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.system import netns, sysctl
+from kbpf.kernel.system import sysctl
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState, ServiceState
@@ -64,7 +63,7 @@ from tests.support.packets.test_run import (
     SkbContext,
     run,
 )
-from tests.support.plane import SIZES, Site, services, sites
+from tests.support.plane import SIZES, Site, network, services, sites
 
 CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
 NODE = {4: "198.18.0.1", 6: "fd00:198:18::1"}
@@ -162,7 +161,7 @@ class Path_:
 
     def inside(self, action: Callable[[], T]) -> T:
         """Runs it in the node's network namespace."""
-        return netns.run_in(Path("/run/netns") / self.where, action)
+        return self.site.do(action)
 
     def forward(self, on: bool) -> None:
         """Whether the node forwards packets (net.ipv4.ip_forward and its IPv6 twin)."""
@@ -192,12 +191,6 @@ class Path_:
         """Writes the slot of the device cache that this device maps to."""
         with self.site.pinned("device_cache") as cache:
             cache.update(U32.pack(ifindex % CACHED_DEVICES), value)
-
-    def clear(self, *maps: str) -> None:
-        """Deletes what earlier tests have left in these maps."""
-        for name in maps:
-            with self.site.pinned(name) as entries:
-                entries.delete_batch(b"".join(key for key, _ in entries.items()))
 
     def delete_device(self, name: str, ifindex: int) -> None:
         """Deletes the device and what is known about it."""
@@ -275,22 +268,17 @@ def serving_node(
     cache: Path, name: str, state: DesiredState, *devices: str, sizes: MapSizes = SIZES, **settings: Any
 ) -> Iterator[Path_]:
     """A network namespace with these devices, in which a data plane serves the state."""
-    where = f"kbp{name}{os.getpid()}"
-    ip(f"netns add {where}")
-    try:
-        ip("link set lo up", *devices, netns=where)
+    with network(f"kbp{name}") as where, sites(cache) as make:
+        ip(*devices, netns=where)
+        site = make(node=where)
         for setting in ("net.ipv4.icmp_ratelimit", "net.ipv6.icmp.ratelimit"):  # all tests are one client
-            netns.run_in(Path("/run/netns") / where, lambda: sysctl.write(setting, "0"))  # noqa: B023
-        with sites(cache) as make:
-            site = make(node=where)
-            plane = site.open(sizes, packet_path=True, **settings)
-            netns.run_in(Path("/run/netns") / where, lambda: plane.apply(state, None))
-            path = Path_(site, plane, where)
-            yield path
-            for program in path.programs.values():
-                program.close()
-    finally:
-        ip(f"netns del {where}")
+            site.do(lambda: sysctl.write(setting, "0"))  # noqa: B023
+        plane = site.open(sizes, packet_path=True, **settings)
+        site.do(lambda: plane.apply(state, None))
+        path = Path_(site, plane, where)
+        yield path
+        for program in path.programs.values():
+            program.close()
 
 
 def masquerading(state: DesiredState) -> DesiredState:

@@ -161,7 +161,7 @@ def expect_events(path: Path_, v: int, which: int, events: str, backend: bool = 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
 def test_segments_add_their_counts_and_are_seen(path: Path_, v: int, story: Story):
-    path.clear("failures")
+    path.site.clear("failures")
     before, begins = read_counts(path, v, story.which), "opened" in story.adds
     events = ", ".join(filter(None, (NEW * begins, story.failure)))
     with expect_events(path, v, story.which, events, backend=begins):
@@ -219,7 +219,7 @@ CLIENTS = {4: "198.51.100.{}", 6: "2001:db8:9:{}::1"}
 
 def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Path_, v: int):
     """One that tries all ports hides those of a sixteenth of the others, here a few of 32."""
-    path.clear("failures")
+    path.site.clear("failures")
     others = {CLIENTS[v].format(number) for number in range(100, 132)}
     for other in others:
         path.ingress(tcp(end(other, 5), vip(v, NONE), flags="S"))
@@ -234,7 +234,7 @@ def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Pat
 
 
 def test_a_syn_that_is_not_answered_in_time_is_recorded_once(path: Path_, v: int):
-    path.clear("failures")
+    path.site.clear("failures")
     before, own = read_counts(path, v, CLUSTER), client(v)
     with expect_events(path, v, CLUSTER, f"{NEW}, failed backend_unanswered"):
         for pause in (0, 0.6, 0.6):
@@ -266,20 +266,15 @@ def datagrams(path: Path_, v: int, which: int) -> None:
 
 def beyond_the_limit(path: Path_, v: int, which: int) -> None:
     """The second refusal is one too many."""
-    with path.site.pinned("refusal_limits") as limits:
-        key = U32.pack(RefusalLimit.RESET)
-        before = limits.lookup(key) or b""
-        limits.update(key, REFUSAL_LIMIT.pack(0, 3600 * 10**9, 1))
-        try:
-            syn(path, v, which)
-            syn(path, v, which)
-        finally:
-            limits.update(key, before)
+    with path.site.restored("refusal_limits"):
+        path.site.put("refusal_limits", U32.pack(RefusalLimit.RESET), REFUSAL_LIMIT.pack(0, 3600 * 10**9, 1))
+        syn(path, v, which)
+        syn(path, v, which)
 
 
 def without_ports(path: Path_, v: int, which: int) -> None:
     """An established connection has the only port of the node."""
-    path.clear("flows")
+    path.site.clear("flows")
     path.node(NodeFlag(0), LOW, LOW)
     play(path, v, which, OPEN + "A+100 <A+1000")
     syn(path, v, which)

@@ -25,9 +25,9 @@ from tests.support.features import needs
 def test_tcx_programs_are_first(net: Net, programs: list[Program], direction: Direction):
     index, kind = net.index("here"), ATTACH_TYPE[direction]
     one, other, ours, newer = programs
-    first = net.inside(lambda: Link.attach(one, index, kind))
+    first = net.do(lambda: Link.attach(one, index, kind))
     net.attach(AttachMethod.TCX, ours, direction)
-    last = net.inside(lambda: Link.attach(other, index, kind))
+    last = net.do(lambda: Link.attach(other, index, kind))
     with first, last:
         others = [program_id(one), program_id(other)]
         assert net.tcx(direction) == [program_id(ours), *others]
@@ -162,7 +162,7 @@ def ours() -> Iterator[Program]:
 
 
 def sync(net: Net, devices: DeviceAttachments, program: Program) -> DeviceReport:
-    return net.inside(lambda: devices.sync(list_devices(), lambda *_: program))
+    return net.do(lambda: devices.sync(list_devices(), lambda *_: program))
 
 
 def attach_in_front(net: Net, how: AttachMethod, theirs: Program, direction: Direction) -> Callable[[], object]:
@@ -170,7 +170,7 @@ def attach_in_front(net: Net, how: AttachMethod, theirs: Program, direction: Dir
     if how is AttachMethod.TCX:
         index = net.index("here")
         attach_type = ATTACH_TYPE[direction]
-        return net.inside(lambda: Link.attach(theirs, index, attach_type, BPF_F_BEFORE)).close
+        return net.do(lambda: Link.attach(theirs, index, attach_type, BPF_F_BEFORE)).close
     path = net.folder.parent / f"{net.name}-theirs"
     theirs.pin(path)
     add_foreign(net, path, direction, 1)
