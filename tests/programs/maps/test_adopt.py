@@ -217,22 +217,6 @@ def test_corrupt_entry_is_reported_and_rewritten(site: Site, damage: Damage, cap
     assert dict(plane.apply(OLD, None).writes) == {}
 
 
-@pytest.mark.parametrize("number", [1 << 31, (1 << 32) - 1])
-def test_ids_continue_after_existing_ones_if_counters_are_corrupt(site: Site, number: int):
-    """A counter must not continue after such a number: each later start would fail as well."""
-    site.start(OLD)
-    with site.pinned("meta") as held:
-        before = layout.META.unpack(held.lookup(bytes(4)) or b"")
-        held.update(bytes(4), layout.META.pack(number, number, number))
-    for state in (NEW, OLD, NEW):
-        plane = site.open()
-        assert plane.apply(state, None).refused == {}
-        flush(plane)
-    (raw,) = site.entries("meta").values()
-    after = layout.META.unpack(raw)
-    assert all(old <= new < 1 << 31 for old, new in zip(before, after, strict=True)), after
-
-
 def test_pin_folder_that_others_can_change_is_refused(site: Site):
     """A bpffs mounted without mode=700 is open to all users: one that creates the folder first
     could replace programs and maps.

@@ -326,14 +326,8 @@ def test_services_without_room_are_refused_and_others_served(site: Site, touched
     }
     assert served(site) == ["s0000", "s0001", "s0002"]
     assert names(plane.apply(state, ()).refused) == ["s0003", "s0004"], "retried and reported again"
-
-
-def test_freed_room_is_used_at_the_next_apply(site: Site):
-    plane = site.open(replace(SIZES, frontends=3))
-    everything = desired(*many(5))
-    plane.apply(everything, None)
-    for left in (4, 3):
-        plane.apply(desired(*many(5)[-left:]), everything.services.keys())
+    for left in (4, 3):  # freed room is used at the next apply
+        plane.apply(desired(*many(5)[-left:]), state.services.keys())
         flush(plane)
         assert names(plane.apply(desired(*many(5)[-left:]), ()).refused) == ["s0004"] * (left - 3)
         assert served(site) == [f"s{5 - left + i:04}" for i in range(3)]

@@ -7,37 +7,17 @@ from dataclasses import replace
 import pytest
 
 from kbpf.dataplane.bpf.maps import layout, pinning
-from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Link, Map
 from tests.support.lab.lab import until
 from tests.support.plane import CGROUP_HOOKS, Site, desired, flush, service, size_maps
 
-FORMER = "maps without arrays"
 WEB = service("web", "10.96.0.1:80", "127.0.1.1:8080 127.0.1.2:8080", affinity_timeout=100)
 
 
 def another_version(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """From now on the code has another version of this map."""
     monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], version=99))
-
-
-def make_former(site: Site) -> None:
-    """Makes the pins look like those of a release whose programs read maps without arrays."""
-    former_maps = site.pins / "maps-former"
-    site.maps.rename(former_maps)
-    Pins(site.pins).layout(site.maps).rename(site.pins / "layout-former")
-    for name, spec in layout.OUTER_MAPS.items():
-        (former_maps / name).unlink()
-        (site.pins / "layout-former" / f"{name}-{spec.version}").rmdir()
-
-
-def upgrade(site: Site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The pins become those of an earlier version, with another version of this map."""
-    if name == FORMER:
-        make_former(site)
-    else:
-        another_version(monkeypatch, name)
 
 
 def link_ids(site: Site) -> dict[str, int]:
@@ -51,13 +31,13 @@ def link_ids(site: Site) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["services", "backend_slots", "backends", "sock_peers", "meta", "counts", FORMER])
+@pytest.mark.parametrize("name", ["services", "backend_slots", "backends", "sock_peers", "meta", "counts"])
 def test_upgrade_keeps_what_is_served(site: Site, monkeypatch, name: str):
     site.start(desired(WEB))
     before, links, ids = site.dump(), link_ids(site), site.entries("service_names")
     peers = site.pinned("sock_peers").id
     site.close_planes()
-    upgrade(site, monkeypatch, name)
+    another_version(monkeypatch, name)
     plane = site.open()
     assert link_ids(site) == links, "nothing is attached again before the maps are filled"
     plane.apply(desired(WEB), None)
@@ -71,8 +51,7 @@ def test_upgrade_keeps_what_is_served(site: Site, monkeypatch, name: str):
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["", "killed after the maps were made"])
-@pytest.mark.parametrize("name", ["services", FORMER])
-def test_connections_are_served_during_an_upgrade(site: Site, monkeypatch, name: str, killed: bool):
+def test_connections_are_served_during_an_upgrade(site: Site, monkeypatch, killed: bool):
     """The old version's maps are in use until the new version's first complete apply."""
     server = site.place("server").serve(8080, address="127.0.1.1")
     client = site.place("client")
@@ -81,7 +60,7 @@ def test_connections_are_served_during_an_upgrade(site: Site, monkeypatch, name:
     client.ask("start_load", host="10.96.0.1", port=80)
     until("it is served", lambda: client.ask("peek_load")["names"].get(server.name))
     site.close_planes()
-    upgrade(site, monkeypatch, name)
+    another_version(monkeypatch, "services")
     plane = site.open()
     if killed:
         plane = site.open()

@@ -265,11 +265,10 @@ class Path_:
 
 @contextmanager
 def serving_node(
-    cache: Path, name: str, state: DesiredState, *devices: str, sizes: MapSizes = SIZES, **settings: Any
+    cache: Path, name: str, state: DesiredState, sizes: MapSizes = SIZES, **settings: Any
 ) -> Iterator[Path_]:
-    """A network namespace with these devices, in which a data plane serves the state."""
+    """A network namespace in which a data plane serves the state."""
     with network(f"kbp{name}") as where, sites(cache) as make:
-        ip(*devices, netns=where)
         site = make(node=where)
         for setting in ("net.ipv4.icmp_ratelimit", "net.ipv6.icmp.ratelimit"):  # all tests are one client
             site.do(lambda: sysctl.write(setting, "0"))  # noqa: B023
