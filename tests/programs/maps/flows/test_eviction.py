@@ -23,7 +23,7 @@ from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.metrics import FlowCount
-from tests.programs.maps.flows.table import LIVES, MINUTE, PARTS, ROOM, VIPS, Flows, both_kinds, client
+from tests.programs.maps.flows.table import LIVES, PARTS, ROOM, VIPS, Flows, both_kinds, client
 from tests.support.lab.events import read, watched
 from tests.support.packets.packets import frame, tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT, run
@@ -243,7 +243,7 @@ def test_handshake_on_a_reused_port_is_not_evicted(flows: Flows):
     """The client used its port again a moment ago; its queue entry is the oldest one."""
     flows.talk_all(range(2000, 2000 + ROOM), f"{LIVES} FA <FA A")
     flows.talk(2000, "S")
-    flows.age(2000, -60 * MINUTE)
+    flows.flows[2000].age(-3600)
     flows.talk(5000, LIVES)
     assert {2000, 5000} <= flows.ports().keys()
     assert 2001 not in flows.ports()
@@ -294,7 +294,7 @@ def test_changed_size_keeps_the_newest_flows_in_order(flows: Flows, room: int):
     flows.talk_all(ports, LIVES)
     flows.talk_all((ports[-2], ports[-4]), "R")
     for number, port in enumerate(ports):
-        flows.age(port, (ROOM - number) * MINUTE // 6)
+        flows.flows[port].age((ROOM - number) * 10)
     flows.start(room)
     with flows.site.pinned("flows") as held:
         assert held.max_entries == int(room * MAPS["flows"].entries_per_object)
@@ -466,7 +466,7 @@ def test_agent_removes_orphans_in_parts(flows: Flows, monkeypatch):
     for _ in range(2):
         made = {key for port in ports for key in add_orphans(flows, port)}
         for port in ports:
-            flows.age(port, MINUTE)
+            flows.flows[port].age(60)
         left = []
         for now in itertools.islice(NOW, 100):
             flows.site.do(lambda: flows.plane.tick(now))  # noqa: B023

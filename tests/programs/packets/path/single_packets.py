@@ -41,6 +41,7 @@ from kbpf.kernel.system import sysctl
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState, ServiceState
+from kbpf.model.objects import Protocol
 from tests.support.features import lacking
 from tests.support.lab.lab import PATIENCE, ip
 from tests.support.packets.packets import (
@@ -460,8 +461,17 @@ class Flow:
         self.change(lambda raw: bytes(8) + raw[8:], chosen)
 
     def age(self, seconds: int) -> None:
-        """Makes all entries look idle for `seconds`."""
-        self.change(lambda raw: struct.pack("=Q", struct.unpack_from("=Q", raw)[0] - seconds * 10**9) + raw[8:])
+        """Makes all entries look idle for `seconds`; if negative, recently used."""
+
+        def aged(raw: bytes) -> bytes:
+            made = bytearray(raw)
+            times = (slice(8), flow_entries.BEGAN_AT) if raw[flow_entries.PROTOCOL] == Protocol.UDP else (slice(8),)
+            for at in times:
+                then = int.from_bytes(raw[at], "little") - seconds * 10**9
+                made[at] = max(0, then).to_bytes(8, "little")
+            return bytes(made)
+
+        self.change(aged)
 
 
 def established(path: Path_, v: int, which: int = CLUSTER, kind: str = "tcp") -> Flow:
