@@ -9,7 +9,7 @@ import pytest
 from kbpf.dataplane.bpf.packet_path import device_thread
 from tests.support.lab import namespace as namespaces
 from tests.support.lab.lab import PATIENCE, Lab, Node
-from tests.support.plane import Site, artifact_cache, plane, site, sites
+from tests.support.plane import Site, artifact_cache, make_local, plane, site, sites
 from tests.support.stub_programs import only_name_their_maps
 
 __all__ = ["artifact_cache", "plane", "site"]
@@ -38,6 +38,20 @@ def node() -> Iterator[Node]:
         yield lab.nodes[0]
 
 
+@pytest.fixture(scope="module")
+def local_node(node: Node) -> Node:
+    """The node, whose loopback device has the addresses LOCAL and LOCAL6, for picks()."""
+    make_local(node.netns)
+    return node
+
+
+@pytest.fixture(scope="module")
+def shared_site(node: Node, artifact_cache: Path) -> Iterator[Site]:
+    """A site for all tests of a file, whose hooks see the sockets of the node and of its pods."""
+    with sites(artifact_cache) as make:
+        yield make(cgroup=node.cgroup, node=node.netns)
+
+
 @pytest.fixture
 def namespace() -> Iterator[namespaces.Namespace]:
     with namespaces.made() as made:
@@ -46,6 +60,6 @@ def namespace() -> Iterator[namespaces.Namespace]:
 
 @pytest.fixture
 def node_site(node: Node, artifact_cache: Path) -> Iterator[Site]:
-    """A site for this test, whose hooks see the sockets of the node and of its pods."""
+    """The same for one test."""
     with sites(artifact_cache) as make:
         yield make(cgroup=node.cgroup, node=node.netns)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from kbpf.dataplane.bpf.programs import artifact, compile
+from kbpf.errors import CompileError
 from kbpf.kernel.bpf import probe
 
 LOAD_MAP = b"\x18\x01" + bytes(14)  # r1 = a map, which the loader inserts
@@ -40,3 +41,16 @@ def only_name_their_maps(monkeypatch: pytest.MonkeyPatch) -> None:
         return artifact.Bytecode(program.name, code, loads)
 
     change_programs(monkeypatch, stub)
+
+
+def refuse_to_compile(monkeypatch: pytest.MonkeyPatch, unit: str) -> Callable[[], None]:
+    """From now on this unit cannot be compiled, until the returned function is called."""
+    real, refused = compile.find_or_compile, [unit]
+
+    def obtain(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
+        if unit in refused:
+            raise CompileError("no such header", f"{unit}.c", "install it")
+        return real(unit, cache)
+
+    monkeypatch.setattr(compile, "find_or_compile", obtain)
+    return refused.clear

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace as replace_fields
@@ -263,19 +264,12 @@ def test_failed_repair_is_retried(node: Node, monkeypatch):
     node.run("nft flush ruleset")
     with monkeypatch.context() as patch:
         busy = KernelError("busy", errno=errno.EBUSY)
-        patch.setattr(ruleset, "add_elements", raising(busy))
+        patch.setattr(ruleset, "add_elements", Mock(side_effect=busy))
         with pytest.raises(KernelError, match="busy"):
             node.tick()
     assert node.addresses() == {"10.96.0.1"}, "the failed repair removes nothing"
     node.tick()
     assert elements(node, *SetName) == before
-
-
-def raising(error: Exception) -> Callable[..., Any]:
-    def call(*_: Any) -> Any:
-        raise error
-
-    return call
 
 
 def test_deleted_device_is_recreated(node: Node):

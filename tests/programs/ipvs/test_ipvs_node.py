@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from errno import ENOENT, EROFS
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -185,9 +185,7 @@ def test_check_without_modprobe_tries_the_modules(
     no modprobe: the kernel loads a module when it is used.
     """
 
-    def broken(*_: Any) -> Any:
-        raise KernelError("cannot make a network namespace", errno=ENOENT)
-
+    broken = Mock(side_effect=KernelError("cannot make a network namespace", errno=ENOENT))
     monkeypatch.setattr(modules, "find_modprobe", lambda: None)
     monkeypatch.setattr(modules, "SYS_MODULE", tmp_path)
     (tmp_path / loaded).mkdir()

@@ -47,7 +47,7 @@ from tests.support.lab.lab import Node, Place, until
 from tests.support.packets.packets import MAC_B, fragments, frame, tcp, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import run
-from tests.support.plane import Site, desired, service, sites, start_within
+from tests.support.plane import Site, desired, service, start_within
 from tests.support.table import each_row, table
 
 VICTIMS = 10
@@ -97,18 +97,16 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def whole(node: Node, artifact_cache: Path) -> Iterator[Bench]:
+def whole(node: Node, shared_site: Site) -> Bench:
     names = ("attacker", "one", "two", *(f"v{i}" for i in range(VICTIMS)))
     pods = {name: node.pod(name) for name in names}
     for name in ("one", "two"):
         # The attacker's datagrams fill the receive buffer of 8080, and the kernel drops what
         # arrives while it is full. Those of the victims have a socket of their own.
         pods[name].serve(8080, udp=(8080, 5353))
-    with sites(artifact_cache) as make:
-        site = make(cgroup=node.cgroup, node=node.netns)
-        plane = site.open(MapSizes(affinity=AFFINITY, connections=4096))
-        victims = [pods[f"v{i}"] for i in range(VICTIMS)]
-        yield Bench(site, plane, node, pods["attacker"], victims, pods["one"], pods["two"])
+    plane = shared_site.open(MapSizes(affinity=AFFINITY, connections=4096))
+    victims = [pods[f"v{i}"] for i in range(VICTIMS)]
+    return Bench(shared_site, plane, node, pods["attacker"], victims, pods["one"], pods["two"])
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 
 import errno
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -96,16 +97,13 @@ def test_downgrade_keeps_what_is_served(site: Site, monkeypatch, killed: bool):
 
 
 def test_failed_growth_replaces_the_map_of_neither_version(site: Site, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise KernelError("no memory", errno=errno.ENOMEM)
-
     size_maps(monkeypatch, services=8)
     site.start(desired(WEB))
     former_maps, services_id = site.maps, site.pinned("services").id
     another_version(monkeypatch, "reasons")
     monkeypatch.setattr(pinning, "remove_old_maps", lambda _: None)
     plane = site.start(desired(WEB))
-    monkeypatch.setattr(pinning, "_set_inner", refuse)
+    monkeypatch.setattr(pinning, "_set_inner", Mock(side_effect=KernelError("no memory", errno=errno.ENOMEM)))
     many = (service(f"s{i}", f"10.96.1.{i}:80", "127.0.1.1:80") for i in range(40))
     with pytest.raises(KernelError, match="no memory"):
         plane.apply(desired(WEB, *many), None)

@@ -27,11 +27,9 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import attach
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import unpinned
-from kbpf.dataplane.bpf.programs.hook_probe import Point, ProbeOutcome
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.clsact import Direction
-from kbpf.kernel.bpf.tc import AttachMethod, Runner, TcAttacher
-from kbpf.kernel.net.devices import Device
+from kbpf.kernel.bpf.tc import AttachMethod, TcAttacher
 from kbpf.model.config import SocketLb
 from tests.programs.node.test_hooks_verified import mount_bpffs_over
 from tests.programs.packets.tc.net import both_ways
@@ -289,16 +287,3 @@ def expect_reported(plane: BpfPlane, *names: str) -> None:
 
     until(f"{names} are reported", lambda: reported() == expected)
     assert plane.shared.read_metrics().foreign_programs == len(expected)
-
-
-def test_advice_where_no_program_is_before_ours():
-    """Another order of the programs would not help."""
-    device, ours, theirs = Device(1, "up0"), Runner(1, "tcx", True), Runner(2, "tcx", False)
-    outcome = ProbeOutcome(Point(device, Direction.INGRESS, (ours, theirs)), False)
-    assert neighbours.describe_outcome(outcome).endswith("before it: nothing")
-    assert "TC_ACT_UNSPEC" not in neighbours.advise(outcome)
-    assert "the row no other kbpf" in neighbours.advise(outcome)
-    assert "ip -s link show up0" in neighbours.advise(outcome)
-    behind = Point(device, Direction.INGRESS, (theirs, ours))
-    for outcome in (ProbeOutcome(behind, False), ProbeOutcome(behind, False, theirs, 0)):
-        assert "TC_ACT_UNSPEC" in neighbours.advise(outcome)

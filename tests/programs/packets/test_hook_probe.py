@@ -20,12 +20,12 @@ from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.programs import hook_probe
-from kbpf.dataplane.bpf.programs.hook_probe import Point, ProbeOutcome, select_representative
+from kbpf.dataplane.bpf.programs.hook_probe import ProbeOutcome
 from kbpf.kernel.bpf.clsact import Direction, Filter
 from kbpf.kernel.bpf.objects import Link, Program
-from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, Runner, TcAttacher
+from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
 from kbpf.kernel.bpf.uapi import BPF_F_BEFORE
-from kbpf.kernel.net.devices import Device, list_devices
+from kbpf.kernel.net.devices import list_devices
 from kbpf.kernel.net.uapi import NLM_F_EXCL
 from kbpf.model.address import parse_addr
 from tests.programs.packets.tc.net import idle as returning
@@ -171,28 +171,6 @@ def iter_frames(wire: socket.socket) -> Iterator[bytes]:
     with contextlib.suppress(BlockingIOError):
         while True:
             yield wire.recv(2048)
-
-
-def test_only_one_of_many_alike_pod_devices_is_probed():
-    ours, policy, other = Runner(1, "tcx", True), Runner(2, "tcx", False), Runner(3, "tcx", False)
-    names = {1: "tc_ingress", 2: "policy", 3: "policy", 4: "other"}
-
-    def point(number: int, *programs: Runner, up: bool = True) -> Point:
-        return Point(Device(number, f"dev{number}", up=up), Direction.INGRESS, programs)
-
-    points = [
-        point(1, ours),
-        point(2, ours),
-        point(11, ours),
-        point(12, policy, ours),
-        point(13, other, ours),
-        point(14, ours, policy),
-        point(15, policy, ours, up=False),
-    ]
-    selected = select_representative(points, names, host=(1, 2))
-    assert [chosen.device.ifindex for chosen in selected] == [1, 2, 12, 14]
-    many = [point(number, ours) for number in range(1, 200)]
-    assert len(select_representative(many, names, range(1, 200))) == 2 * hook_probe.MAX_PROBED
 
 
 @needs("tcx")

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,8 +20,7 @@ from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.programs import compile
-from kbpf.errors import CompileError, KernelError
+from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Map, Program
@@ -31,6 +31,7 @@ from tests.programs.packets.tc.net import programs_on_devices
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.lab.namespace import Namespace
 from tests.support.plane import SIZES, Site, desired, map_ids_read_by, service, sites, size_maps
+from tests.support.stub_programs import refuse_to_compile
 
 START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
 
@@ -150,10 +151,7 @@ def test_growth_involves_no_device(node: Node, monkeypatch):
     old = node.serve()
     node.slow, node.broken = "here", "far"
 
-    def refuse(name: str, *arguments: object) -> Program:
-        raise KernelError("no room", name, errno=errno.ENOMEM)
-
-    monkeypatch.setattr(Program, "load", refuse)
+    monkeypatch.setattr(Program, "load", Mock(side_effect=KernelError("no room", errno=errno.ENOMEM)))
     for count, to in ((100, "10.0.0.2:80"), *((3, endpoints(30 * n, n)) for n in (2, 3, 4))):
         node.apply(count, to)
         assert len(node.site.dump()["frontends"]) == count
@@ -266,15 +264,7 @@ def no_compiler(begun: Node, monkeypatch) -> Callable[[], None]:
     """The packet programs cannot be compiled from the next start on, until the fixture is
     called.
     """
-    obtain, gone = compile.find_or_compile, [True]
-
-    def refuse(unit: str, cache: Path) -> Any:
-        if gone and unit == "tc":
-            raise CompileError("no such header", "tc.c", "install it")
-        return obtain(unit, cache)
-
-    monkeypatch.setattr(compile, "find_or_compile", refuse)
-    return gone.clear
+    return refuse_to_compile(monkeypatch, "tc")
 
 
 @pytest.fixture
@@ -319,11 +309,7 @@ def test_programs_with_another_map_layout_are_detached_after_apply(
     node.open()
     assert node.attached() == old, "they serve until the maps are filled"
     if not works:
-
-        def refuse(*_: object) -> None:
-            raise KernelError("broken by hand", errno=errno.EIO)
-
-        monkeypatch.setattr(TcAttacher, "detach", refuse)
+        monkeypatch.setattr(TcAttacher, "detach", Mock(side_effect=KernelError("broken by hand", errno=errno.EIO)))
     node.apply(3, "10.0.0.2:80")
     assert node.attached() == ({} if works else old)
     assert node.site.use_pinned_maps(node.site.hook_programs().values())

@@ -28,7 +28,6 @@ from kbpf.dataplane.bpf.map_metrics import (
     SWEEP_INTERVAL_S,
     ConnectionCount,
     MapCollector,
-    select_over_share,
 )
 from kbpf.dataplane.bpf.maps.layout import (
     COUNTS,
@@ -71,7 +70,7 @@ from tests.support.features import needs
 from tests.support.lab.events import read, watched
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.plane import Site, desired, flush, service, within
-from tests.support.table import each_cells, table
+from tests.support.table import table
 
 SOCK_OPS = 3
 """The attach type of a sock_ops link."""
@@ -472,28 +471,6 @@ def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
     assert totals[name_of("fair")].opened == limit
     site.clear("counts")
     start(bench)
-
-
-@each_cells(
-    "entries, chosen",
-    """
-three quarters full: no port      | a/1=75
-one namespace: its largest port   | a/1=60 a/2=30                      | 1
-other namespaces keep theirs      | a/1=50 a/2=30 b/3=10 c/4=10        | 1
-as many ports as needed           | a/1=20 a/2=20 a/3=20 a/4=20 a/5=16 | 3 4
-two namespaces fill the map       | a/1=50 b/2=50                      | 1
-""",
-)
-def test_service_ports_over_their_share_are_summed_up(entries, chosen):
-    """Entries of Service ports, ``namespace/id=entries``, out of 100; which of the ports are summed up."""
-    found = re.findall(r"(\w)/(\d+)=(\d+)", entries)
-    ports = {int(number): (namespace, int(size)) for namespace, number, size in found}
-    total = sum(size for _, size in ports.values())
-    assert sorted(select_over_share(ports, total, 100)) == sorted(map(int, chosen.split()))
-
-
-def test_ports_of_one_entry_are_not_summed_up():
-    assert select_over_share(dict.fromkeys(range(100), ("a", 1)), 100, 100) == []
 
 
 def read_latencies(site: Site) -> dict[str, ServiceLatencies]:

@@ -24,7 +24,7 @@ from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, Place, ip, settled
-from tests.support.plane import Site, desired, services, sites, within
+from tests.support.plane import Site, desired, services, within
 from tests.support.table import each_row, table
 
 MPTCP = 262
@@ -45,7 +45,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
+def bench(node: Node, shared_site: Site) -> Iterator[Bench]:
     pods = {name: node.pod(name) for name in ("pod", "one", "two")}
     ip(f"addr add {ALONE}/32 dev lo", f"addr add {ALONE6}/128 dev lo nodad", netns=node.netns)
     settled(node.netns, ALONE6)
@@ -54,10 +54,8 @@ def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
     pods["pod"].serve(30080, udp=(30080,))  # on its own loopback too
     node.host.serve(7000, 30099)
     outsider = Place("outsider", pods["pod"].netns, None)  # the pod's network, not its cgroup
-    with sites(artifact_cache) as make:
-        site = make(cgroup=node.cgroup, node=node.netns)
-        site.start(world(pods, node))
-        yield Bench(node, site, {**pods, "host": node.host, "outsider": outsider})
+    shared_site.start(world(pods, node))
+    yield Bench(node, shared_site, {**pods, "host": node.host, "outsider": outsider})
     outsider.close()
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,15 +18,15 @@ from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconcilerStatus
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.loader import missing_helpers
-from kbpf.errors import CompileError, KernelError
+from kbpf.errors import KernelError
 from kbpf.kernel.bpf.uapi import BPF_FUNC_get_current_cgroup_id
 from kbpf.model.config import SocketLb
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import Place, cgroup2, until
 from tests.support.lab.namespace import Namespace
 from tests.support.plane import HOOKS, LOCAL, Site, desired, picks, service
+from tests.support.stub_programs import refuse_to_compile
 from tests.support.table import pairs
 
 ONE, TWO = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f", "1f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
@@ -150,11 +151,8 @@ def test_full_map_is_reported_and_retried(site: Site, plane: BpfPlane, tree: Cal
     folder = tree(f"kubepods/pod{ONE}")
     run = Run(site, plane)
 
-    def full(*_: object) -> None:
-        raise KernelError("the map is full")
-
     with monkeypatch.context() as patch:
-        patch.setattr(plane._agent_maps, "put", full)
+        patch.setattr(plane._agent_maps, "put", Mock(side_effect=KernelError("the map is full")))
         run.exemptions.set_pods((ONE,), True, 0.0)
         (line,) = run.exemptions.problems(0.0)
         assert "some cgroups are not exempt yet" in line
@@ -262,12 +260,6 @@ def test_exemption_with_a_packet_path_that_fails_to_load_is_reported(
     exempt = (f"{site.cgroup.relative_to(cgroup2())}/mesh",)
     tree("mesh")
 
-    def refuse(unit: str, cache: Path) -> Any:
-        if unit == "tc":
-            raise CompileError("no such header", "tc.c", "install it")
-        return obtain(unit, cache)
-
-    obtain = compile.find_or_compile
     if exempt_before:
         earlier = start(socket_lb_exempt=exempt)
 
@@ -277,7 +269,7 @@ def test_exemption_with_a_packet_path_that_fails_to_load_is_reported(
 
         until("the packet path serves exempt sockets", flag_is_set)
         site.close_planes()
-    monkeypatch.setattr(compile, "find_or_compile", refuse)
+    refuse_to_compile(monkeypatch, "tc")
     plane = start(socket_lb_exempt=exempt)
 
     def reported() -> list[str]:

@@ -8,6 +8,9 @@ from kbpf.checks.row import Check, CheckRow, sum_up
 from kbpf.cli import check
 from kbpf.cli.check import CheckItem, build_item, compute_verdict
 from kbpf.dataplane.bpf.maps.layout import NodeFlag
+from kbpf.dataplane.bpf.programs.hook_probe import Point, ProbeOutcome
+from kbpf.kernel.bpf.clsact import Direction
+from kbpf.kernel.bpf.tc import Runner
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.netfilter.forward_rules import BaseChain
 from kbpf.kernel.probe_result import Probe
@@ -229,3 +232,16 @@ def test_all_that_works_is_one_row_and_the_rest_a_row_each():
     assert [refused, unknown] == [given[1], given[3]]
     assert (refused.name, unknown.name) == ("hook sendmsg4", "hook release")
     assert list(sum_up(given[1:2])) == given[1:2]
+
+
+def test_advice_where_no_program_is_before_ours():
+    """Another order of the programs would not help."""
+    device, ours, theirs = Device(1, "up0"), Runner(1, "tcx", True), Runner(2, "tcx", False)
+    outcome = ProbeOutcome(Point(device, Direction.INGRESS, (ours, theirs)), False)
+    assert neighbours.describe_outcome(outcome).endswith("before it: nothing")
+    assert "TC_ACT_UNSPEC" not in neighbours.advise(outcome)
+    assert "the row no other kbpf" in neighbours.advise(outcome)
+    assert "ip -s link show up0" in neighbours.advise(outcome)
+    behind = Point(device, Direction.INGRESS, (theirs, ours))
+    for outcome in (ProbeOutcome(behind, False), ProbeOutcome(behind, False, theirs, 0)):
+        assert "TC_ACT_UNSPEC" in neighbours.advise(outcome)

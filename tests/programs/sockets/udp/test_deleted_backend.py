@@ -6,6 +6,7 @@ import errno
 import socket
 import time
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,6 +26,8 @@ from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE
 from tests.support.plane import desired, flush, service
 from tests.support.table import each_cells, each_row, table
+
+CANNOT_WRITE = Mock(side_effect=KernelError("cannot write", "map", errno=errno.ENOMEM))
 
 # ---- the end of a backend ----------------------------------------------------------------------
 
@@ -241,10 +244,6 @@ def test_terminating_backend_keeps_its_clients(bench: Bench):
         assert (connected(), loose()) == ("cut", "two")
 
 
-def raise_error(*_: Any) -> None:
-    raise KernelError("cannot write", "map", errno=errno.ENOMEM)
-
-
 @pytest.mark.parametrize("fails", [False, True], ids=["", "an apply fails meanwhile"])
 def test_connect_during_a_flip_is_cut_with_the_old_set(bench: Bench, monkeypatch, fails: bool):
     """connect() read the frontend before the flip and finished after the first pass."""
@@ -261,7 +260,7 @@ def test_connect_during_a_flip_is_cut_with_the_old_set(bench: Bench, monkeypatch
         if fails:
             state = desired(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
             with monkeypatch.context() as patch:
-                patch.setattr(commit, "write", raise_error)
+                patch.setattr(commit, "write", CANNOT_WRITE)
                 with pytest.raises(KernelError):
                     bench.plane.apply(state, state.services.keys())
             bench.plane.apply(state, state.services.keys(), authoritative=False)
@@ -311,7 +310,7 @@ def test_sockets_are_cut_after_a_failed_apply(bench: Bench, monkeypatch, where: 
     def fail(*arguments: Any, **more: Any) -> None:
         if name in ("write", "make_room"):
             real(*arguments, **more)
-        raise_error()
+        CANNOT_WRITE()
 
     with contextlib.ExitStack() as stack:
         hosts = ("10.96.0.1", "10.96.0.2", "10.96.0.3")
