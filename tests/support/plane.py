@@ -282,13 +282,17 @@ class Site:
             require_listing(found)
             return dict(found.items())
 
-    def hook_programs(self) -> dict[str, int]:
-        """Hook → id of the attached program."""
+    def links(self) -> dict[str, tuple[int, int]]:
+        """Hook → ids of the link and of the attached program."""
         ids = {}
         for pin in sorted((self.pins / "links").iterdir()):
             with Link.open(pin) as link:
-                ids[pin.name] = link.read_info().program_id
+                ids[pin.name] = (link.read_info().id, link.read_info().program_id)
         return ids
+
+    def hook_programs(self) -> dict[str, int]:
+        """Hook → id of the attached program."""
+        return {hook: program for hook, (_, program) in self.links().items()}
 
     def use_pinned_maps(self, program_ids: Iterable[int]) -> bool:
         """Whether these programs read the maps that are pinned now, and no others."""

@@ -118,15 +118,6 @@ NEW = state(
 )
 
 
-def links(site: Site) -> dict[str, tuple[int, int]]:
-    """Ids of the links and of their programs."""
-    found = {}
-    for pin in sorted((site.pins / "links").iterdir()):
-        with Link.open(pin) as link:
-            found[pin.name] = (link.read_info().id, link.read_info().program_id)
-    return found
-
-
 TABLES = state(
     """web WEB PORT -> A B C algorithm=MAGLEV cluster_weights=1,3,2 affinity=60
     one VIP -> A B C local=A,B external=Local cluster_weights=2,3,2 local_weights=5,1"""
@@ -137,7 +128,7 @@ TABLES = state(
 def test_restart_without_changes_writes_nothing(site: Site, state: DesiredState):
     """And before the first apply an agent deletes nothing: it knows no Service yet."""
     site.start(state)
-    before, attached = site.dump(), links(site)
+    before, attached = site.dump(), site.links()
     maps = {name: site.pinned(name).id for name in layout.MAPS}
     assert attached.keys() == HOOKS
     for _ in range(2):
@@ -150,7 +141,7 @@ def test_restart_without_changes_writes_nothing(site: Site, state: DesiredState)
         assert dict(report.writes) == {}
         assert report.refused == {}
         flush(plane)
-        assert (site.dump(), links(site)) == (before, attached)
+        assert (site.dump(), site.links()) == (before, attached)
         assert {name: site.pinned(name).id for name in layout.MAPS} == maps
 
 
@@ -231,7 +222,7 @@ def test_pin_folder_that_others_can_change_is_refused(site: Site):
 def test_pinned_map_of_another_layout_is_an_error(site: Site):
     site.start(OLD)
     site.close_planes()
-    attached = links(site)
+    attached = site.links()
     pin = site.maps / "services"
     pin.unlink()
     with Map.create(uapi.BPF_MAP_TYPE_HASH, "services", 20, 32, 8, uapi.BPF_F_NO_PREALLOC) as strange:
@@ -240,7 +231,7 @@ def test_pinned_map_of_another_layout_is_an_error(site: Site):
         site.open()
     assert str(pin) in str(error.value)
     assert "kbpf cleanup" in str(error.value)
-    assert links(site) == attached, "the old programs stay attached"
+    assert site.links() == attached, "the old programs stay attached"
 
 
 INVALID = b"\xff" + bytes(7)  # no such instruction
@@ -258,12 +249,12 @@ def another_build(monkeypatch: pytest.MonkeyPatch, *invalid: str) -> None:
 
 def test_programs_of_another_build_replace_the_old_ones(site: Site, monkeypatch):
     site.start(OLD)
-    before, attached = site.dump(), links(site)
+    before, attached = site.dump(), site.links()
     another_build(monkeypatch)
     plane = site.open()
-    assert links(site) == attached, "not before the first apply"
+    assert site.links() == attached, "not before the first apply"
     plane.apply(OLD, None)
-    after = links(site)
+    after = site.links()
     assert {name: after[name][0] for name in CGROUP_HOOKS} == {name: attached[name][0] for name in CGROUP_HOOKS}
     assert not {p for _, p in after.values()} & {p for _, p in attached.values()}
     assert site.dump() == before
@@ -272,7 +263,7 @@ def test_programs_of_another_build_replace_the_old_ones(site: Site, monkeypatch)
 
 def test_refused_required_program_changes_nothing(site: Site, monkeypatch):
     site.start(OLD)
-    before, attached, pins = site.dump(), links(site), sorted(site.pins.rglob("*"))
+    before, attached, pins = site.dump(), site.links(), sorted(site.pins.rglob("*"))
     another_build(monkeypatch, "connect6")
     with pytest.raises(KernelError) as error:
         site.open()
@@ -280,16 +271,16 @@ def test_refused_required_program_changes_nothing(site: Site, monkeypatch):
     assert "refuses the program connect6" in str(error.value)
     assert "not an exit" in str(error.value), "the verifier's reason"
     assert error.value.errno
-    assert (site.dump(), links(site), sorted(site.pins.rglob("*"))) == (before, attached, pins)
+    assert (site.dump(), site.links(), sorted(site.pins.rglob("*"))) == (before, attached, pins)
 
 
 def test_refused_optional_program_is_left_out(site: Site, monkeypatch):
     another_build(monkeypatch, "getpeername4", "getpeername6")
     site.start(OLD)
-    attached = links(site)
+    attached = site.links()
     assert attached.keys() == HOOKS - {"getpeername4", "getpeername6"}
     assert dict(site.open().apply(OLD, None).writes) == {}
-    assert links(site) == attached, "it stays out, without another attempt to attach"
+    assert site.links() == attached, "it stays out, without another attempt to attach"
 
 
 # ---- killed at any step ------------------------------------------------------------------------

@@ -345,6 +345,10 @@ class Flood(NamedTuple):
     role: Role = Role.HOST
     flags: DeviceFlag = DeviceFlag(0)
 
+    def send_victims(self, path: Path_) -> None:
+        """What arrives next is of the victims."""
+        path.set_loopback_role(Role.POD if self.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
+
 
 FLOODS = table(
     Flood,
@@ -376,12 +380,12 @@ def test_first_fragments_of_one_client_evict_no_others(ingress: Path_, row: Floo
         whole = udp(f"{client}:4000", VIP[row.v], bytes(1500), **more)
         return fragments(whole, 1280, id=number)
 
-    ingress.set_loopback_role(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
+    row.send_victims(ingress)
     victims = [pieces(row.victim.format(n), n) for n in range(1, VICTIMS + 1)]
     send(ingress, (first for first, _ in victims))
     ingress.set_loopback_role(row.role, row.flags)
     send(ingress, (pieces(flooding(row, number), number)[0] for number in range(FLOOD_SIZES["fragments"])))
-    ingress.set_loopback_role(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
+    row.send_victims(ingress)
     later = send(ingress, (second for _, second in victims))
     assert {parse(packet, l2=False).ip.destination for packet in later} == {host_of(POD[row.v])}
 
@@ -391,15 +395,14 @@ def test_foreign_flows_of_one_client_evict_no_others(ingress: Path_, row: Flood)
     """Another data plane served the victims' SYNs. Repeated when it has ended, they still belong to
     it, whatever other clients sent meanwhile.
     """
-    ours = Role.POD if row.victim.startswith("[fd") else Role.HOST
     syns = [tcp(f"{row.victim.format(n)}:4000", VIP[row.v], flags="S", seq=n) for n in range(1, VICTIMS + 1)]
     ingress.node(NodeFlag.PASSIVE, *SNAT_PORTS)
-    ingress.set_loopback_role(ours, DeviceFlag(0))
+    row.send_victims(ingress)
     assert send(ingress, syns) == syns
     ingress.set_loopback_role(row.role, row.flags)
     numbers = range(FLOOD_SIZES["foreign_flows"])
     send(ingress, (tcp(f"{flooding(row, n)}:{n + 1024}", VIP[row.v], flags="S", seq=n) for n in numbers))
-    ingress.set_loopback_role(ours, DeviceFlag(0))
+    row.send_victims(ingress)
     ingress.node(NodeFlag.COEXISTING, *SNAT_PORTS)
     assert send(ingress, syns) == syns, "not translated: no flow of ours began"
     again = [tcp(f"{row.victim.format(n)}:4001", VIP[row.v], flags="S", seq=n) for n in range(1, VICTIMS + 1)]

@@ -9,7 +9,7 @@ import pytest
 
 from kbpf.dataplane.bpf.maps import layout, pinning
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf.objects import Link, Map
+from kbpf.kernel.bpf.objects import Map
 from tests.support.lab.lab import until
 from tests.support.plane import CGROUP_HOOKS, Site, desired, flush, service, size_maps
 
@@ -25,11 +25,7 @@ def link_ids(site: Site) -> dict[str, int]:
     """Of the links to the cgroup. Those at tracepoints cannot get another program: they are
     replaced.
     """
-    found = {}
-    for name in sorted(CGROUP_HOOKS):
-        with Link.open(site.pins / "links" / name) as link:
-            found[name] = link.read_info().id
-    return found
+    return {hook: link for hook, (link, _) in site.links().items() if hook in CGROUP_HOOKS}
 
 
 @pytest.mark.parametrize("name", ["services", "backend_slots", "backends", "sock_peers", "meta", "counts"])

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from kbpf.dataplane.bpf.hooks import HOOKS as ALL_HOOKS
 from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, U64
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import attach
@@ -30,19 +31,25 @@ from tests.support.features import needs
 from tests.support.lab.lab import remove_cgroup, until
 from tests.support.plane import CGROUP_HOOKS, HOOKS, Site, desired, flush, service
 
-CONNECT4 = 10
-
-
 pytestmark = pytest.mark.usefixtures("stub_programs")
+
+
+def attached_hooks(cgroup: Path) -> dict[str, tuple[int, ...]]:
+    """The ids of all programs at the socket hooks of this cgroup."""
+    descriptor = os.open(cgroup, os.O_RDONLY)
+    try:
+        return {
+            hook.name: unpinned.attached_program_ids(descriptor, hook.attach_type)
+            for hook in ALL_HOOKS
+            if not hook.only_counts
+        }
+    finally:
+        os.close(descriptor)
 
 
 def programs(cgroup: Path) -> tuple[int, ...]:
     """Ids of the programs attached to connect4."""
-    descriptor = os.open(cgroup, os.O_RDONLY)
-    try:
-        return objects.list_attached(descriptor, CONNECT4)
-    finally:
-        os.close(descriptor)
+    return attached_hooks(cgroup)["connect4"]
 
 
 def remove_pin(site: Site) -> None:

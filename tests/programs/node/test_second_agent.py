@@ -21,7 +21,6 @@ import pytest
 from kbpf.checks import neighbours
 from kbpf.cli import cleanup
 from kbpf.cli.check import compute_verdict
-from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect.attached import read_devices
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import attach
@@ -31,7 +30,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.tc import AttachMethod, TcAttacher
 from kbpf.model.config import SocketLb
-from tests.programs.node.test_hooks_verified import mount_bpffs_over
+from tests.programs.node.test_hooks_verified import attached_hooks, mount_bpffs_over
 from tests.programs.packets.tc.net import both_ways
 from tests.support.alone import WEB, alone, make_uplink, serve
 from tests.support.lab.lab import ip, until
@@ -54,19 +53,6 @@ def attached() -> dict[Direction, list[int]]:
             direction: [runner.program_id for runner in kernel.list_programs(index, direction)]
             for direction in Direction
         }
-
-
-def attached_hooks(cgroup: Path) -> dict[str, tuple[int, ...]]:
-    """The ids of all programs at the socket hooks of this cgroup."""
-    descriptor = os.open(cgroup, os.O_RDONLY)
-    try:
-        return {
-            hook.name: unpinned.attached_program_ids(descriptor, hook.attach_type)
-            for hook in HOOKS
-            if not hook.only_counts
-        }
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -21,13 +21,13 @@ from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.programs import hook_probe
 from kbpf.dataplane.bpf.programs.hook_probe import ProbeOutcome
-from kbpf.kernel.bpf.clsact import Direction, Filter
+from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
 from kbpf.kernel.bpf.uapi import BPF_F_BEFORE
 from kbpf.kernel.net.devices import list_devices
-from kbpf.kernel.net.uapi import NLM_F_EXCL
 from kbpf.model.address import parse_addr
+from tests.programs.packets.tc.net import filter_of_others
 from tests.programs.packets.tc.net import idle as returning
 from tests.support.alone import alone, make_uplink, serve
 from tests.support.features import lacking, needs
@@ -74,15 +74,9 @@ def tcx(ifindex: int, row: Row, program: Program) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def clsact(ifindex: int, row: Row, program: Program) -> Iterator[None]:
+def clsact(ifindex: int, row: Row, program: Program) -> contextlib.AbstractContextManager[None]:
     # priority 1: the newest of this priority runs first
-    priority = 1 if row.in_front else 9
-    place = Filter("bpf", priority, socket.htons(3), 7, row.name, 0)
-    with TcAttacher(Path("/nowhere"), AttachMethod.CLSACT) as kernel:
-        kernel._filters._write(ifindex, row.direction, program, place, NLM_F_EXCL)
-        yield
-        kernel._filters._delete(ifindex, row.direction, place)
+    return filter_of_others(ifindex, row.direction, program, 1 if row.in_front else 9)
 
 
 def probe_all(site: Site) -> dict[tuple[Direction, int], ProbeOutcome]:

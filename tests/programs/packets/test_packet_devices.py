@@ -146,21 +146,6 @@ def endpoints(count: int, network: int) -> str:
     return " ".join(f"10.0.{network}.{number}:80" for number in range(1, count + 1))
 
 
-def test_growth_involves_no_device(node: Node, monkeypatch):
-    """Maps grow although one device would wait, another refuses and no program can be loaded."""
-    old = node.serve()
-    node.slow, node.broken = "here", "far"
-
-    monkeypatch.setattr(Program, "load", Mock(side_effect=KernelError("no room", errno=errno.ENOMEM)))
-    for count, to in ((100, "10.0.0.2:80"), *((3, endpoints(30 * n, n)) for n in (2, 3, 4))):
-        node.apply(count, to)
-        assert len(node.site.dump()["frontends"]) == count
-        assert node.incomplete_frontends() == []
-        assert node.uses_pinned_maps()
-    assert not node.reached.is_set()
-    assert (node.attached(), node.failed(), node.old_programs()) == (old, [], [])
-
-
 # ---- new programs over other maps -------------------------------------------------------------
 
 SWAPS = ["another layout", "another size", "another layout of the Services"]

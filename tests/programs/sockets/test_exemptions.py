@@ -11,16 +11,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from kbpf.dataplane.bpf import attachments, exemptions
+from kbpf.dataplane.bpf import exemptions
 from kbpf.dataplane.bpf.exemptions import Exemptions, find_matching
-from kbpf.dataplane.bpf.hooks import OPTIONAL_HELPERS
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconcilerStatus
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.programs.loader import missing_helpers
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf.uapi import BPF_FUNC_get_current_cgroup_id
 from kbpf.model.config import SocketLb
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import Place, cgroup2, until
@@ -224,21 +221,6 @@ def test_process_below_an_exempt_cgroup_is_not_translated(
         assert site.reasons()[Reason.LEFT_TO_PACKETS] - before == (level != "another")
     finally:
         inside.close()
-
-
-def test_programs_without_optional_helpers_translate(site: Site, client: Place, monkeypatch):
-    """On a kernel without these helpers no process can be exempt."""
-    has = missing_helpers()
-    monkeypatch.setattr(attachments, "missing_helpers", lambda: frozenset(OPTIONAL_HELPERS))
-    plane = site.start(WORLD)
-    assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
-    raw = site.entries("config")[bytes(4)]
-    set_flag(plane)
-    site.put("exempt_cgroups", site.cgroup.stat().st_ino.to_bytes(8, "little"), bytes(4))
-    assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
-    assert not ConfigFlag(raw[8]) & ConfigFlag.SET_RETVAL
-    assert BPF_FUNC_get_current_cgroup_id not in has, "this kernel has them, so it was tried without"
-    assert {pin.name for pin in (site.pins / "links").iterdir()} == HOOKS
 
 
 def test_exemption_without_the_packet_path_is_reported(site: Site, tree: Callable[[str], Path]):

@@ -36,6 +36,11 @@ def read(monitor: Monitor) -> list[EventRow]:
     return [build_row(event) for event in monitor.read()]
 
 
+def read_reasons_and_ends(monitor: Monitor) -> list[tuple[str, str, str]]:
+    """Verdict, reason and the client's address of the same."""
+    return [(event.verdict, event.reason, event.address) for event in read(monitor)]
+
+
 def left_behind(site: Site) -> list[str]:
     """What a command that watched has left in the kernel."""
     found = []

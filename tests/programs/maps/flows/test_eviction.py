@@ -24,7 +24,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.metrics import FlowCount
 from tests.programs.maps.flows.table import LIVES, PARTS, ROOM, VIPS, Flows, both_kinds, client
-from tests.support.lab.events import read, watched
+from tests.support.lab.events import read_reasons_and_ends, watched
 from tests.support.packets.packets import frame, tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT, run
 from tests.support.table import each_cells
@@ -160,7 +160,7 @@ def test_new_flow_does_not_evict_established_ones(flows: Flows, script: str, wor
     full = flows.site.reasons()[Reason.TABLE_FULL]
     with watched(flows.site) as monitor:
         verdict = run(flows.programs["tc_ingress"], frame(packet)).retval
-        events = [(event.verdict, event.reason, event.address) for event in read(monitor)]
+        events = read_reasons_and_ends(monitor)
     if evicted:
         (gone,) = set(range(2000, 2000 + MOST)) - flows.ports().keys()
         evicts = ("evicted", "evicted", client(gone))

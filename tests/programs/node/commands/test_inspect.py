@@ -32,16 +32,6 @@ def test_what_was_written_is_shown(written, run, golden):
     golden("inspect/written.txt", "\n".join(pages))
 
 
-def test_affinity_lists_the_host_after_a_connection(written, show, site: Site):
-    site.place("host").tcp("10.96.0.2", 80)
-    (row,) = show("affinity")
-    assert (row["client"], row["kind"], row["service"]) == ("host", "netns", "default/kept")
-    assert row["backend"] == "127.0.0.1:1"
-    assert row["age_seconds"] < 60
-    assert 540 < row["expires_seconds"] <= 600
-    assert not row["expired"]
-
-
 # ---- maps, programs ----------------------------------------------------------------------------
 
 

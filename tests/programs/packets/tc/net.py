@@ -5,22 +5,24 @@ Hand-assembled programs count frames of an unused EtherType, each in its own ele
 frame that no program saw is missing from the sum.
 """
 
+import contextlib
 import itertools
 import json
 import shutil
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from kbpf.kernel.bpf import objects
-from kbpf.kernel.bpf.clsact import Direction, FilterIdentity
+from kbpf.kernel.bpf.clsact import Direction, Filter, FilterIdentity
 from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, Attachment, AttachMethod, TcAttacher
 from kbpf.kernel.bpf.uapi import BPF_PROG_TYPE_SCHED_CLS
+from kbpf.kernel.net.uapi import NLM_F_EXCL
 from kbpf.kernel.system import sysctl
 from tests.support.features import lacking, needs
 from tests.support.lab.lab import ip, run, until
@@ -73,6 +75,16 @@ def counting(seen: Map, place: int) -> Program:
     wanted = socket.htons(ETHERTYPE)
     check = insn(0x61, 0x12, 16) + insn(0x55, 0x02, len(count) // 8, wanted)  # skb->protocol
     return Program.load(f"count{place}", BPF_PROG_TYPE_SCHED_CLS, 0, check + count + leave())
+
+
+@contextlib.contextmanager
+def filter_of_others(ifindex: int, direction: Direction, program: Program, priority: int = 1) -> Iterator[None]:
+    """A filter of another tool on the device's clsact, which exists already."""
+    place = Filter("bpf", priority, socket.htons(3), 7, "theirs", 0)
+    with TcAttacher(Path("/nowhere"), AttachMethod.CLSACT) as kernel:
+        kernel._filters._write(ifindex, direction, program, place, NLM_F_EXCL)
+        yield
+        kernel._filters._delete(ifindex, direction, place)
 
 
 PAIR = struct.Struct("=4s4s2s2s")
