@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import MAPS, U32, Reason, ServiceFlag, schema_hash
+from kbpf.dataplane.bpf.maps.layout import MAPS, U32, Reason, ServiceFlag, schema_hash, unpack_service_name
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import packet_path
 from kbpf.dataplane.bpf.plane import BpfPlane
@@ -281,6 +281,10 @@ class Site:
         with self.pinned(name) as found:
             require_listing(found)
             return dict(found.items())
+
+    def service_ports(self) -> dict[int, ServicePortKey]:
+        """The named Service ports, by id."""
+        return {U32.unpack(k)[0]: unpack_service_name(raw) for k, raw in self.entries("service_names").items()}
 
     def links(self) -> dict[str, tuple[int, int]]:
         """Hook → ids of the link and of the attached program."""

@@ -282,9 +282,3 @@ def test_agent_reports_a_program_that_insists_on_the_first_place(site: Site):
         link.detach()
         until("it is no problem any more", lambda: "theirs" not in str(plane.status()))
     plane.close()
-
-
-def test_many_devices_are_summarised_in_one_line():
-    found = [foreign.ForeignProgram(7, "cil_from_contai", "ingress", f"lxc{n}") for n in range(40)]
-    (line,) = foreign.format_lines(found)
-    assert "cil_from_contai (id 7) at ingress of lxc0 and 39 more; " in line

@@ -89,22 +89,6 @@ def logged(caplog) -> Callable[[str], list[str]]:
     return lambda words: [line for record in caplog.records if words in (line := record.getMessage())]
 
 
-def test_rules_that_take_long_to_read_are_read_less_often(bench: Bench, monkeypatch):
-    """Ten times as long between two readings, while the ruleset changes all the time."""
-    clock, read_at = [0.0], []
-
-    def read(_: int) -> None:
-        read_at.append(now)
-        clock[0] += 1.1
-
-    monkeypatch.setattr(host.time, "thread_time", lambda: clock[0])
-    monkeypatch.setattr(host, "reconcile_forward_rules", read)
-    monkeypatch.setattr(host.forward_rules, "read_generation", lambda: int(now))
-    for now in range(0, 40, 2):
-        bench.do(lambda at=now: bench.host_integration.poll(at))
-    assert read_at == [0, 12, 24, 36]
-
-
 def test_rules_that_cannot_be_parsed_do_not_end_the_agent(bench: Bench, monkeypatch, logged):
     def parse() -> tuple[str, ...]:
         raise ValueError("odd")

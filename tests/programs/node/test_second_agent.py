@@ -120,16 +120,18 @@ def test_agent_that_started_at_the_same_moment_is_refused_at_the_first_apply(sit
 
 def earlier_version(site: Site) -> None:
     """Killed, and upgraded: the programs of another version have a folder of another name."""
-    serve(site)
-    (folder,) = site.pins.glob("programs-tc-*")
-    folder.rename(site.pins / "programs-tc-0123456789abcdef")
+    rename_programs(site, "programs-tc-0123456789abcdef")
 
 
 def killed_while_switching(site: Site) -> None:
     """Killed after the new programs were pinned, before the devices ran them."""
+    rename_programs(site, "old-programs-tc-0123456789abcdef-0")
+
+
+def rename_programs(site: Site, name: str) -> None:
     serve(site)
     (folder,) = site.pins.glob("programs-tc-*")
-    folder.rename(site.pins / f"old-{folder.name}-0")
+    folder.rename(site.pins / name)
 
 
 def cleaned(site: Site) -> None:

@@ -198,16 +198,6 @@ def test_ready_only_once_host_devices_have_programs(node: Site, first: Generatio
     assert node.has(first)
 
 
-def test_publish_returns_once_all_devices_have_newer_programs(node: Site, first: Generation, second: Generation):
-    node.ready(first)
-    node.order.clear()
-    node.publish(second)
-    assert node.has(second)
-    assert len(node.order) == 12, "each place once"
-    assert first.closed
-    assert not second.closed
-
-
 def test_device_being_attached_delays_newer_programs_and_gets_them(node: Site, first: Generation, second: Generation):
     node.publish_up_to("cali1", first)
     assert node.settled == 0

@@ -39,7 +39,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     U32_PAIR,
     Target,
     unpack_latencies,
-    unpack_service_name,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
@@ -84,7 +83,7 @@ def served(bench: Bench) -> Bench:
 
 def read_counts(site: Site) -> dict[tuple[str, str], ConnectionStats]:
     """The counters by Service name and backend."""
-    names = {U32.unpack(k)[0]: unpack_service_name(raw).name for k, raw in site.entries("service_names").items()}
+    names = {number: port.name for number, port in site.service_ports().items()}
     addresses = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}
     for key, raw in site.entries("backends").items():
         target = Target.unpack(raw)
@@ -321,7 +320,7 @@ def put_stats(site: Site, name: str | int, backend: str | int, **total: int) -> 
 
 def ids(site: Site) -> tuple[dict[str, int], dict[str, int]]:
     """Ids of Services by name, and of backends by port."""
-    names = {unpack_service_name(raw).name: U32.unpack(k)[0] for k, raw in site.entries("service_names").items()}
+    names = {port.name: number for number, port in site.service_ports().items()}
     return names, {f"{Target.unpack(raw).port}": U32.unpack(k)[0] for k, raw in site.entries("backends").items()}
 
 
@@ -474,9 +473,8 @@ def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
 
 
 def read_latencies(site: Site) -> dict[str, ServiceLatencies]:
-    names, _ = ids(site)
-    by_id = {number: name for name, number in names.items()}
-    return {by_id[U32.unpack(key)[0]]: unpack_latencies(raw) for key, raw in site.entries("latencies").items()}
+    ports = site.service_ports()
+    return {ports[U32.unpack(key)[0]].name: unpack_latencies(raw) for key, raw in site.entries("latencies").items()}
 
 
 def values_of(latency: Latency) -> int:

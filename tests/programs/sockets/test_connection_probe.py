@@ -4,7 +4,7 @@
 from kbpf.dataplane.bpf.connection_probe import ConnectionProber
 from kbpf.dataplane.bpf.maps.layout import U32, U64
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.model.config import Config, SocketLb
+from kbpf.model.config import SocketLb
 from kbpf.model.metrics import ConnectionProbe
 from tests.support.lab.lab import Node
 from tests.support.plane import LOCAL, Site, desired, services, within
@@ -60,7 +60,3 @@ def test_nothing_is_tried_without_hooks(node_site: Site, local_node: Node):
     plane.apply(WORLD, None)
     prober = ConnectionProber(Pins(node_site.pins), plane._config)
     assert within(local_node.host, prober.probe) is None
-
-
-def test_nothing_is_tried_without_maps(tmp_path):
-    assert ConnectionProber(Pins(tmp_path), Config()).probe() is None

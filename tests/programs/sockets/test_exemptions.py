@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cgroups are found for pods (kubelet's names: node/test_pods.py) and for patterns, and which
-of them are in the map.
+"""Which cgroups are found for pods (kubelet's names: tests/values/kernel/test_pods.py) and which of them are in the map
+(patterns: tests/values/dataplane/test_exemptions.py).
 """
 
 import time
@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from kbpf.dataplane.bpf import exemptions
-from kbpf.dataplane.bpf.exemptions import Exemptions, find_matching
+from kbpf.dataplane.bpf.exemptions import Exemptions
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconcilerStatus
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
@@ -24,7 +24,6 @@ from tests.support.lab.lab import Place, cgroup2, until
 from tests.support.lab.namespace import Namespace
 from tests.support.plane import HOOKS, LOCAL, Site, desired, picks, service
 from tests.support.stub_programs import refuse_to_compile
-from tests.support.table import pairs
 
 ONE, TWO = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f", "1f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
 
@@ -39,31 +38,6 @@ def tree(site: Site) -> Callable[[str], Path]:
         return folder
 
     return make
-
-
-CGROUPS = "system.slice system.slice/istio-a.service system.slice/istio-b.service system.slice/sshd.service \
-system.slice/sshd.service/istio mesh"
-PATTERNS = pairs("""\
-system.slice/istio* → system.slice/istio-a.service system.slice/istio-b.service
-system.slice/istio-a.service → system.slice/istio-a.service
-*istio* → system.slice/istio-a.service system.slice/istio-b.service system.slice/sshd.service/istio
-system.slice/istio-?.service mesh → system.slice/istio-a.service system.slice/istio-b.service mesh
-system.slice/istio-[b-z]* → system.slice/istio-b.service
-mesh → mesh
-mes →
-SYSTEM.slice →""")
-
-
-@pytest.mark.parametrize(("patterns", "matches"), PATTERNS)
-def test_patterns_match_cgroup_paths(site: Site, tree: Callable[[str], Path], patterns: str, matches: str, monkeypatch):
-    ids = {path: tree(path).stat().st_ino for path in CGROUPS.split()}
-    looked: list[str] = []
-    inside = exemptions._list_children
-    monkeypatch.setattr(exemptions, "_list_children", lambda root, at: looked.append(at) or inside(root, at))
-    found = {folder[:2] for folder in find_matching(site.cgroup, tuple(patterns.split()))}
-    assert found == {(path, ids[path]) for path in matches.split()}
-    if patterns == "mesh":
-        assert looked == [""], "folders below which nothing can match are not read"
 
 
 # ---- over time -----------------------------------------------------------------------------------

@@ -247,7 +247,3 @@ def test_failures_survive_the_agent(served: Bench):
     start(served, Accounting.CONNECTIONS)
     served.act("refused", "10.96.0.5:80")
     assert [row.count for row in recorded(served)] == [2]
-
-
-def test_nothing_is_known_without_maps(tmp_path):
-    assert FailingBackends(Pins(tmp_path)).find() is None

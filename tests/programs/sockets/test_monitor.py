@@ -57,9 +57,8 @@ def test_nothing_is_written_while_no_command_watches(bench: Bench):
 
 def service_id(bench: Bench, name: str) -> int:
     """The id of this Service's port."""
-    rows = bench.site.entries("service_names").items()
-    (found,) = [U32.unpack(k)[0] for k, raw in rows if raw[64:].startswith(name.encode() + b"\0")]
-    return int(found)
+    (found,) = (number for number, port in bench.site.service_ports().items() if port.name == name)
+    return found
 
 
 def only(bench: Bench, name: str) -> EventFilter:

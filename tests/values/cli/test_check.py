@@ -8,6 +8,7 @@ from kbpf.checks.row import Check, CheckRow, sum_up
 from kbpf.cli import check
 from kbpf.cli.check import CheckItem, build_item, compute_verdict
 from kbpf.dataplane.bpf.maps.layout import NodeFlag
+from kbpf.dataplane.bpf.programs import foreign
 from kbpf.dataplane.bpf.programs.hook_probe import Point, ProbeOutcome
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.tc import Runner
@@ -245,3 +246,9 @@ def test_advice_where_no_program_is_before_ours():
     behind = Point(device, Direction.INGRESS, (theirs, ours))
     for outcome in (ProbeOutcome(behind, False), ProbeOutcome(behind, False, theirs, 0)):
         assert "TC_ACT_UNSPEC" in neighbours.advise(outcome)
+
+
+def test_many_devices_are_summarised_in_one_line():
+    found = [foreign.ForeignProgram(7, "cil_from_contai", "ingress", f"lxc{n}") for n in range(40)]
+    (line,) = foreign.format_lines(found)
+    assert "cil_from_contai (id 7) at ingress of lxc0 and 39 more; " in line

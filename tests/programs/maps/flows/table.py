@@ -93,13 +93,9 @@ class Flows:
 
     def settle(self) -> None:
         """Lets the time pass until no port is in doubt."""
-        self.mark_ports(0)
-
-    def mark_ports(self, until: int) -> None:
-        """All ports of all backends are in doubt until then (seconds, CLOCK_MONOTONIC)."""
         keys = b"".join(map(U32.pack, range(DOUBTFUL_PORTS)))
         with self.site.pinned("doubtful_ports") as doubts:
-            doubts.update_batch(keys, U32.pack(until) * (DOUBTFUL_PORTS * DOUBTS.size // U32.size))
+            doubts.update_batch(keys, bytes(DOUBTFUL_PORTS * DOUBTS.size))
 
     def doubts(self) -> list[int]:
         """For how many seconds each port that is in doubt stays so."""

@@ -132,16 +132,6 @@ def test_port_of_an_evicted_flow_is_in_doubt(flows: Flows, script: str, seconds:
             assert run(flows.programs["tc_ingress"], packet).retval != TC_ACT_SHOT
 
 
-@both_kinds
-@pytest.mark.parametrize("ahead", [60, 0, -1, -3600, 60 - 2**16, 60 - 2 * 2**16])
-def test_port_is_in_doubt_until_the_time_of_its_mark(flows: Flows, ahead: int):
-    """However long ago that is. An empty map has marks of time 0."""
-    now = time.monotonic_ns() // 10**9
-    flows.mark_ports(max(0, now + ahead))
-    verdict = run(flows.programs["tc_ingress"], frame(udp(client(2000), VIPS[flows.kind]))).retval
-    assert (verdict == TC_ACT_SHOT) == (flows.kind == "translated" and ahead > 0)
-
-
 def snat_port(raw: bytes) -> int:
     return int.from_bytes(raw[fields.SNAT_PORT], "big")
 

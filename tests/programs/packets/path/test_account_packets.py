@@ -26,7 +26,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     ConfigFlag,
     NodeFlag,
     RefusalLimit,
-    unpack_service_name,
 )
 from kbpf.model.metrics import ConnectionStats
 from kbpf.views import failures as failures_view
@@ -71,7 +70,7 @@ def set_flags(path: Path_, flags: ConfigFlag) -> None:
 
 def read_counts(path: Path_, v: int, which: int, protocol: str = "tcp") -> dict[bool, ConnectionStats]:
     """The counters of a Service port in one family, by whether the connection got a backend."""
-    names = {U32.unpack(k)[0]: unpack_service_name(raw) for k, raw in path.site.entries("service_names").items()}
+    names = path.site.service_ports()
     found = {True: ConnectionStats(), False: ConnectionStats()}
     for key, raw in path.site.entries("counts").items():
         service, backend = U32_PAIR.unpack(key)
