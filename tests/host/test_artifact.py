@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kbpf.dataplane.bpf.hooks import UNITS
-from kbpf.dataplane.bpf.programs import artifact
+from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode, MapShape, Reference
 from kbpf.errors import CompileError
 from tests.support.table import pairs, table
@@ -302,3 +302,23 @@ def test_a_stored_artifact_is_readable_with_any_umask(tmp_path):
             assert artifact.read(artifact.store(made(), tmp_path / "cache")) == made()
     finally:
         os.umask(before)
+
+
+def test_error_without_bcc_and_cache_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(compile.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(CompileError) as error:
+        compile.find_or_compile("sock", tmp_path)
+    assert str(error.value) == (
+        "BCC is not installed and the cache has no compiled programs "
+        f"(unit sock, cache {tmp_path}); "
+        "install python3-bpfcc, or run `kbpf compile --cache-dir` on a machine with BCC"
+    )
+
+
+def test_compiler_that_hangs_is_killed(monkeypatch, tmp_path):
+    (tmp_path / "bcc").mkdir()
+    (tmp_path / "bcc" / "__init__.py").write_text("import signal; signal.pause()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(compile, "COMPILE_TIMEOUT_S", 0.01)
+    with pytest.raises(CompileError, match="did not finish"):
+        compile.find_or_compile("sock", tmp_path)

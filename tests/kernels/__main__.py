@@ -118,7 +118,8 @@ attaching     tests/programs/packets/test_devices.py: chosen_devices_get_their_p
 attaching     tests/programs/packets/test_devices.py: monitor_reports_each_change
 ipvs          tests/programs/ipvs/test_ipvs.py: connection_reaches_its_backends
 ipvs          tests/programs/ipvs/test_ipvs.py: connection_outlives_its_drained_backend[ClusterIP, outside]
-ipvs          tests/programs/ipvs/test_ipvs.py: udp_client_moves_at_once; restart_changes_nothing
+ipvs          tests/programs/ipvs/test_ipvs.py: udp_client_moves_at_once
+ipvs          tests/programs/conformance/test_conformance.py: change_is_programmed_in_every_way[ipvs-created]
 """)
 """Some tests of some features: seven minutes in emulators, much longer while other tests run."""
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")

@@ -9,7 +9,8 @@ import pytest
 from kbpf.dataplane.bpf.packet_path import device_thread
 from tests.support.lab import namespace as namespaces
 from tests.support.lab.lab import PATIENCE, Lab, Node
-from tests.support.plane import Site, artifact_cache, plane, site, sites
+from tests.support.plane import Site, artifact_cache, make_local, plane, site, sites
+from tests.support.stub_programs import only_name_their_maps
 
 __all__ = ["artifact_cache", "plane", "site"]
 
@@ -24,11 +25,31 @@ def _patient_publish() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def stub_programs(monkeypatch) -> None:
+    """The agent's programs do nothing, quickly: no test that takes this looks at connections or packets."""
+    only_name_their_maps(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
     """A node with its own network and no pods yet."""
     with Lab(1, "t", apart=True) as lab:
         yield lab.nodes[0]
+
+
+@pytest.fixture(scope="module")
+def local_node(node: Node) -> Node:
+    """The node, whose loopback device has the addresses LOCAL and LOCAL6, for picks()."""
+    make_local(node.netns)
+    return node
+
+
+@pytest.fixture(scope="module")
+def shared_site(node: Node, artifact_cache: Path) -> Iterator[Site]:
+    """A site for all tests of a file, whose hooks see the sockets of the node and of its pods."""
+    with sites(artifact_cache) as make:
+        yield make(cgroup=node.cgroup, node=node.netns)
 
 
 @pytest.fixture
@@ -39,6 +60,6 @@ def namespace() -> Iterator[namespaces.Namespace]:
 
 @pytest.fixture
 def node_site(node: Node, artifact_cache: Path) -> Iterator[Site]:
-    """A site for this test, whose hooks see the sockets of the node and of its pods."""
+    """The same for one test."""
     with sites(artifact_cache) as make:
         yield make(cgroup=node.cgroup, node=node.netns)

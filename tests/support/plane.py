@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import MAPS, U32, Reason, ServiceFlag, schema_hash
+from kbpf.dataplane.bpf.maps.layout import MAPS, U32, Reason, ServiceFlag, schema_hash, unpack_service_name
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import packet_path
 from kbpf.dataplane.bpf.plane import BpfPlane
@@ -209,11 +209,12 @@ class Site:
         """
         self.close_planes()
         made = self.plane(*arguments, **settings)
-        if self.node is None:
-            made.open()
-        else:
-            netns.run_in(Path("/run/netns") / self.node, made.open)
+        self.do(made.open)
         return made
+
+    def do(self, action: Callable[[], T]) -> T:
+        """Calls it in the node's network namespace."""
+        return action() if self.node is None else netns.run_in(Path("/run/netns") / self.node, action)
 
     def start(self, state: DesiredState, **settings: Any) -> BpfPlane:
         """Starts the agent's plane, which programs this state and retires what is not part of it."""
@@ -247,6 +248,26 @@ class Site:
         with self.pinned(name) as found:
             found.update(key, value)
 
+    def clear(self, *names: str) -> None:
+        """Deletes all entries of these maps."""
+        for name in names:
+            with self.pinned(name) as found:
+                found.delete_batch(b"".join(self.entries(name)))
+
+    @contextlib.contextmanager
+    def restored(self, *names: str) -> Iterator[None]:
+        """Puts all entries of these maps back after the block."""
+        before = {name: self.entries(name) for name in names}
+        try:
+            yield
+        finally:
+            for name, entries in before.items():
+                with self.pinned(name) as found:
+                    for key in dict(found.items()).keys() - entries.keys():
+                        found.delete(key)
+                    for key, value in entries.items():
+                        found.update(key, value)
+
     def drain_queue(self) -> list[bytes]:
         """Empties the queue of flows; returns its keys, oldest first."""
         found = []
@@ -261,13 +282,21 @@ class Site:
             require_listing(found)
             return dict(found.items())
 
-    def hook_programs(self) -> dict[str, int]:
-        """Hook → id of the attached program."""
+    def service_ports(self) -> dict[int, ServicePortKey]:
+        """The named Service ports, by id."""
+        return {U32.unpack(k)[0]: unpack_service_name(raw) for k, raw in self.entries("service_names").items()}
+
+    def links(self) -> dict[str, tuple[int, int]]:
+        """Hook → ids of the link and of the attached program."""
         ids = {}
         for pin in sorted((self.pins / "links").iterdir()):
             with Link.open(pin) as link:
-                ids[pin.name] = link.read_info().program_id
+                ids[pin.name] = (link.read_info().id, link.read_info().program_id)
         return ids
+
+    def hook_programs(self) -> dict[str, int]:
+        """Hook → id of the attached program."""
+        return {hook: program for hook, (_, program) in self.links().items()}
 
     def use_pinned_maps(self, program_ids: Iterable[int]) -> bool:
         """Whether these programs read the maps that are pinned now, and no others."""

@@ -514,22 +514,3 @@ def test_replies_pass_a_closed_forward_chain(applied: Bench):
     finally:
         bench.nft("delete", "table", "ip", "filter")
     bench.start()
-
-
-def test_restart_changes_nothing(applied: Bench):
-    """The marks of short circuits stay as well, because connections depend on them."""
-    bench, more = applied, {"local_networks": (PODS4, PODS6)}
-    ats = ((NODE, 30092), (NODE6, 30092), (NODE, 30084), (LB4, 84))
-    dials = [(place, *at) for place in (bench.node.host, bench.b) for at in ats]
-    bench.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
-    bench.apply(*all_services(bench), **more)
-    kept = [place.tcp(host, port, keep=f"r{i}").get("name") for i, (place, host, port) in enumerate(dials)]
-    assert {*kept} <= {"a", "b"}, kept
-    bench.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
-    elements, kernel = bench.do(bench.plane._read_elements), bench.kernel()
-    assert bench.apply(*all_services(bench), **more).writes == {}
-    assert bench.do(bench.plane._read_elements) == elements
-    assert bench.kernel() == kernel
-    for i, (place, *_) in enumerate(dials):
-        assert place.ask("talk", keep=f"r{i}").get("name") == kept[i], dials[i][1:]
-        place.ask("drop", keep=f"r{i}")

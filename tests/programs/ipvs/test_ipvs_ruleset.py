@@ -5,7 +5,6 @@ virtual addresses are on the loopback device, where a listener accepts what pass
 """
 
 import contextlib
-import errno
 import json
 import re
 import socket
@@ -22,17 +21,13 @@ from kbpf.model.address import ANY4, ANY6, parse_addr
 from kbpf.model.objects import Cidr, Protocol
 from tests.support.lab import namespace as namespaces
 from tests.support.lab.dial import SILENCE
-from tests.support.lab.lab import PATIENCE, Place, settled
+from tests.support.lab.lab import Place, settled
 from tests.support.lab.namespace import Namespace
-from tests.support.packets.packets import sctp
 from tests.support.table import each_cells, table
 
 STYLE = RulesetOptions("kbpf", 14)
 VIP, VIP6, OWN, OWN6 = "10.96.0.1", "fd00:96::1", "198.18.7.1", "fd00:7::1"
 NEIGHBOUR, NEIGHBOUR6 = "198.18.7.2", "fd00:7::2"
-
-
-IPV4_HEADER = 20
 
 
 class Bench(Namespace):
@@ -216,32 +211,6 @@ def test_tcp_and_udp_packets_pass_or_are_refused_or_dropped(bench: Bench, row: R
     assert answer.get("name", answer.get("error")) == row.outcome
 
 
-def answer_to_init(to: str, port: int, timeout: float) -> str:
-    """The outcome of an SCTP INIT; any response but a refusal shows that it arrived."""
-    family = socket.AF_INET6 if ":" in to else socket.AF_INET
-    with socket.socket(family, socket.SOCK_RAW, Protocol.SCTP) as s:
-        s.settimeout(timeout)
-        s.connect((to, 0))
-        s.send(sctp("192.0.2.1:40000", f"192.0.2.2:{port}")[IPV4_HEADER:])  # CRC32c covers no address
-        try:
-            s.recv(4096)
-        except TimeoutError:
-            return DROPPED
-        except OSError as error:
-            return REFUSED if error.errno == errno.ECONNREFUSED else PASSES
-    return PASSES
-
-
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.client == "neighbour"], ids=lambda row: f"{row.to} {row.port}"
-)
-def test_sctp_packets_pass_or_are_refused_or_dropped(bench: Bench, row: Row):
-    bench.set_elements(*EVERYTHING)
-    timeout = 0.5 if row.outcome == DROPPED else PATIENCE
-    got = bench.there.do(lambda: answer_to_init(row.to, row.port, timeout))
-    assert got == row.outcome
-
-
 def test_masquerade_rules_use_random_ports_of_our_range(bench: Bench):
     """As kube-proxy's --random-fully: a client's next port cannot be predicted from its last one.
     The ports are not those of mode bpf.
@@ -253,12 +222,6 @@ def test_masquerade_rules_use_random_ports_of_our_range(bench: Bench):
     for one in masquerades:
         assert {"random", "fully-random"} == set(one["flags"])
         assert one["port"] == {"range": list(STYLE.masquerade_ports)}
-
-
-def test_empty_sets_change_no_packet(bench: Bench):
-    bench.set_elements()
-    assert bench.neighbour.tcp(VIP, 81)["name"] == "node"
-    assert bench.neighbour.tcp(OWN, 82)["name"] == "node"
 
 
 def test_established_connection_outlives_a_refusal(bench: Bench):

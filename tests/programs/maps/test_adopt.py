@@ -22,7 +22,7 @@ from kbpf.cli import app
 from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import objects, probe, syscalls, uapi
+from kbpf.kernel.bpf import objects, syscalls, uapi
 from kbpf.kernel.bpf.objects import Link, Map
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState
@@ -39,8 +39,10 @@ from tests.support.plane import (
     sites,
     size_maps,
 )
+from tests.support.stub_programs import change_programs
 from tests.support.table import table
 
+pytestmark = pytest.mark.usefixtures("stub_programs")
 A, B, C, D = (f"10.244.0.{i}:8080" for i in range(1, 5))
 NAMES = {
     **{"A": A, "B": B, "C": C, "D": D, "A6": "[fd00::1]:8080", "B6": "[fd00::2]:8080"},
@@ -116,15 +118,6 @@ NEW = state(
 )
 
 
-def links(site: Site) -> dict[str, tuple[int, int]]:
-    """Ids of the links and of their programs."""
-    found = {}
-    for pin in sorted((site.pins / "links").iterdir()):
-        with Link.open(pin) as link:
-            found[pin.name] = (link.read_info().id, link.read_info().program_id)
-    return found
-
-
 TABLES = state(
     """web WEB PORT -> A B C algorithm=MAGLEV cluster_weights=1,3,2 affinity=60
     one VIP -> A B C local=A,B external=Local cluster_weights=2,3,2 local_weights=5,1"""
@@ -135,7 +128,7 @@ TABLES = state(
 def test_restart_without_changes_writes_nothing(site: Site, state: DesiredState):
     """And before the first apply an agent deletes nothing: it knows no Service yet."""
     site.start(state)
-    before, attached = site.dump(), links(site)
+    before, attached = site.dump(), site.links()
     maps = {name: site.pinned(name).id for name in layout.MAPS}
     assert attached.keys() == HOOKS
     for _ in range(2):
@@ -148,7 +141,7 @@ def test_restart_without_changes_writes_nothing(site: Site, state: DesiredState)
         assert dict(report.writes) == {}
         assert report.refused == {}
         flush(plane)
-        assert (site.dump(), links(site)) == (before, attached)
+        assert (site.dump(), site.links()) == (before, attached)
         assert {name: site.pinned(name).id for name in layout.MAPS} == maps
 
 
@@ -215,22 +208,6 @@ def test_corrupt_entry_is_reported_and_rewritten(site: Site, damage: Damage, cap
     assert dict(plane.apply(OLD, None).writes) == {}
 
 
-@pytest.mark.parametrize("number", [1 << 31, (1 << 32) - 1])
-def test_ids_continue_after_existing_ones_if_counters_are_corrupt(site: Site, number: int):
-    """A counter must not continue after such a number: each later start would fail as well."""
-    site.start(OLD)
-    with site.pinned("meta") as held:
-        before = layout.META.unpack(held.lookup(bytes(4)) or b"")
-        held.update(bytes(4), layout.META.pack(number, number, number))
-    for state in (NEW, OLD, NEW):
-        plane = site.open()
-        assert plane.apply(state, None).refused == {}
-        flush(plane)
-    (raw,) = site.entries("meta").values()
-    after = layout.META.unpack(raw)
-    assert all(old <= new < 1 << 31 for old, new in zip(before, after, strict=True)), after
-
-
 def test_pin_folder_that_others_can_change_is_refused(site: Site):
     """A bpffs mounted without mode=700 is open to all users: one that creates the folder first
     could replace programs and maps.
@@ -245,7 +222,7 @@ def test_pin_folder_that_others_can_change_is_refused(site: Site):
 def test_pinned_map_of_another_layout_is_an_error(site: Site):
     site.start(OLD)
     site.close_planes()
-    attached = links(site)
+    attached = site.links()
     pin = site.maps / "services"
     pin.unlink()
     with Map.create(uapi.BPF_MAP_TYPE_HASH, "services", 20, 32, 8, uapi.BPF_F_NO_PREALLOC) as strange:
@@ -254,25 +231,10 @@ def test_pinned_map_of_another_layout_is_an_error(site: Site):
         site.open()
     assert str(pin) in str(error.value)
     assert "kbpf cleanup" in str(error.value)
-    assert links(site) == attached, "the old programs stay attached"
+    assert site.links() == attached, "the old programs stay attached"
 
 
 INVALID = b"\xff" + bytes(7)  # no such instruction
-LOAD_MAP = b"\x18\x01" + bytes(14)  # r1 = a map, which the loader inserts
-EXIT = b"\x95" + bytes(7)
-
-
-def change_programs(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[artifact.Bytecode], artifact.Bytecode], **more: str
-) -> None:
-    """From now on all programs are changed like this."""
-    real = compile.find_or_compile
-
-    def obtain(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
-        found, compiled = real(unit, cache)
-        return msgspec.structs.replace(found, programs=tuple(map(change, found.programs)), **more), compiled
-
-    monkeypatch.setattr(compile, "find_or_compile", obtain)
 
 
 def another_build(monkeypatch: pytest.MonkeyPatch, *invalid: str) -> None:
@@ -285,29 +247,14 @@ def another_build(monkeypatch: pytest.MonkeyPatch, *invalid: str) -> None:
     change_programs(monkeypatch, change, source="another")
 
 
-def programs_that_only_name_their_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on programs load the addresses of their maps and return 1. What a program does is
-    irrelevant to when it is loaded, pinned and attached, and verifying the real ones takes most of
-    the time of a start.
-    """
-
-    def stub(program: artifact.Bytecode) -> artifact.Bytecode:
-        names = sorted({reference.map for reference in program.references})
-        loads = tuple(artifact.Reference(2 * i, name) for i, name in enumerate(names))
-        code = LOAD_MAP * len(names) + probe.encode_r0(1) + EXIT
-        return artifact.Bytecode(program.name, code, loads)
-
-    change_programs(monkeypatch, stub)
-
-
 def test_programs_of_another_build_replace_the_old_ones(site: Site, monkeypatch):
     site.start(OLD)
-    before, attached = site.dump(), links(site)
+    before, attached = site.dump(), site.links()
     another_build(monkeypatch)
     plane = site.open()
-    assert links(site) == attached, "not before the first apply"
+    assert site.links() == attached, "not before the first apply"
     plane.apply(OLD, None)
-    after = links(site)
+    after = site.links()
     assert {name: after[name][0] for name in CGROUP_HOOKS} == {name: attached[name][0] for name in CGROUP_HOOKS}
     assert not {p for _, p in after.values()} & {p for _, p in attached.values()}
     assert site.dump() == before
@@ -316,7 +263,7 @@ def test_programs_of_another_build_replace_the_old_ones(site: Site, monkeypatch)
 
 def test_refused_required_program_changes_nothing(site: Site, monkeypatch):
     site.start(OLD)
-    before, attached, pins = site.dump(), links(site), sorted(site.pins.rglob("*"))
+    before, attached, pins = site.dump(), site.links(), sorted(site.pins.rglob("*"))
     another_build(monkeypatch, "connect6")
     with pytest.raises(KernelError) as error:
         site.open()
@@ -324,16 +271,16 @@ def test_refused_required_program_changes_nothing(site: Site, monkeypatch):
     assert "refuses the program connect6" in str(error.value)
     assert "not an exit" in str(error.value), "the verifier's reason"
     assert error.value.errno
-    assert (site.dump(), links(site), sorted(site.pins.rglob("*"))) == (before, attached, pins)
+    assert (site.dump(), site.links(), sorted(site.pins.rglob("*"))) == (before, attached, pins)
 
 
 def test_refused_optional_program_is_left_out(site: Site, monkeypatch):
     another_build(monkeypatch, "getpeername4", "getpeername6")
     site.start(OLD)
-    attached = links(site)
+    attached = site.links()
     assert attached.keys() == HOOKS - {"getpeername4", "getpeername6"}
     assert dict(site.open().apply(OLD, None).writes) == {}
-    assert links(site) == attached, "it stays out, without another attempt to attach"
+    assert site.links() == attached, "it stays out, without another attempt to attach"
 
 
 # ---- killed at any step ------------------------------------------------------------------------
@@ -474,7 +421,6 @@ CASES = {
 def test_kill_at_any_step_is_repaired_by_the_next_agent(artifact_cache: Path, monkeypatch, case: str):
     """At no step does a frontend have half a set, or a hook no program."""
     what, _, layout_of = case.partition(" ")
-    programs_that_only_name_their_maps(monkeypatch)
     if what == "grow":
         size_maps(monkeypatch, services=6, backend_slots=8, backends=4)
 
@@ -540,9 +486,7 @@ def test_unknown_services_stay_until_the_state_is_authoritative(site: Site):
 def test_unclaimed_frontend_is_found_until_the_state_is_authoritative(site: Site, then: DesiredState):
     """Its Service has lost its name, and may be one that could not be read."""
     site.start(ALONE)
-    with site.pinned("service_names") as names:
-        for key in site.entries("service_names"):
-            names.delete(key)
+    site.clear("service_names")
     maps = ("services", "cluster_ips", "frontend_ports")
     before = {name: site.entries(name).keys() for name in maps}
     plane = site.open()

@@ -29,13 +29,12 @@ from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr
 from kbpf.model.desired import DesiredState, FrontendAddress, ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
-from tests.support.lab.lab import PATIENCE, Node, Place
+from tests.support.lab.lab import Node
 from tests.support.plane import (
     LOCAL,
     Site,
     at,
     desired,
-    make_local,
     pick,
     service,
     services,
@@ -45,7 +44,7 @@ from tests.support.plane import (
 
 HOST, PORT = "10.96.0.1", 53
 READERS = 2
-DIALS, TCP_DIALS, CHANGES, SECONDS = 12_000, 1_000, 400, 0.8
+DIALS, CHANGES, SECONDS = 12_000, 400, 0.8
 """Minimum of connects by each reader, of changes meanwhile, and of seconds."""
 DEADLINE = 240.0
 MAX_DIALS = 1_000_000
@@ -98,18 +97,11 @@ class Bench:
     plane: BpfPlane
 
 
-@pytest.fixture(scope="module")
-def host(node: Node) -> Place:
-    make_local(node.netns)
-    node.host.serve(1)
-    return node.host
-
-
 @pytest.fixture
-def bench(node: Node, host: Place, node_site: Site, monkeypatch) -> Bench:
+def bench(local_node: Node, node_site: Site, monkeypatch) -> Bench:
     """Maps start small, so that they grow during the test."""
     size_maps(monkeypatch, **START)
-    return Bench(node, node_site, node_site.open())
+    return Bench(local_node, node_site, node_site.open())
 
 
 # ---- the readers -------------------------------------------------------------------------------
@@ -128,44 +120,27 @@ class Counters:
         struct.pack_into("=Q", self._memory, index * 8, number)
 
 
-def read(protocol: Protocol, counters: Counters, number: int) -> list[Connect]:
+def read(counters: Counters, number: int) -> list[Connect]:
     """Connects until counter 0 is set; keeps its number of connects in counter `number`."""
     dials = []
     while not counters[0]:
         start = time.monotonic_ns()
-        got = pick_tcp() if protocol is Protocol.TCP else pick(HOST, PORT)
+        got = pick(HOST, PORT)
         dials.append(Connect(start, time.monotonic_ns(), got))
         counters[number] = len(dials)
     return dials
 
 
-def pick_tcp() -> str:
-    """pick() over a TCP connection that a server answers: connections that are not accepted would
-    fill the backlog, and then a connect waits for a second. It ends with a reset, so without
-    TIME_WAIT.
-    """
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("=ii", 1, 0))
-        s.settimeout(PATIENCE)
-        try:
-            s.connect((HOST, PORT))
-            s.sendall(b"who\n")
-            s.recv(1)
-        except OSError as error:
-            return str(error)
-        return s.getsockname()[0]
-
-
-def play(bench: Bench, history: History, protocol: Protocol, step: Callable[[], None]) -> list[Connect]:
+def play(bench: Bench, history: History, step: Callable[[], None]) -> list[Connect]:
     """Repeats the step without a pause while readers connect; returns their connects."""
     counters, numbers = Counters(), range(1, READERS + 1)
-    waiting = [start_within(bench.node.host, lambda n=n: read(protocol, counters, n)) for n in numbers]
-    started, dials = time.monotonic(), TCP_DIALS if protocol is Protocol.TCP else DIALS
+    waiting = [start_within(bench.node.host, lambda n=n: read(counters, n)) for n in numbers]
+    started = time.monotonic()
     try:
         while (
             time.monotonic() < started + SECONDS
             or len(history.sets) < CHANGES
-            or min(counters[n] for n in numbers) < dials
+            or min(counters[n] for n in numbers) < DIALS
         ):
             assert time.monotonic() < started + DEADLINE, "too slow"
             step()
@@ -186,7 +161,6 @@ class Story:
     sizes: tuple[int, ...]
     affinity: int = 0
     others: int = 0
-    protocol: Protocol = Protocol.UDP
 
     def sets(self) -> Iterator[list[str]]:
         """Endless; consecutive sets have no backend in common."""
@@ -200,7 +174,6 @@ STORIES = [
     Story("between 1 and 50 endpoints", sizes=(1, 50)),
     Story("other Services are added and deleted", sizes=(1, 9), others=30),
     Story("with affinity", sizes=(2, 20), affinity=60),
-    Story("TCP, with servers that answer", sizes=(1, 50), others=5, protocol=Protocol.TCP),
 ]
 
 
@@ -209,7 +182,7 @@ def web(backends: list[str], story: Story) -> ServiceState:
     sockets before they read the backend's address.
     """
     to = " ".join(f"{one}:1" for one in backends)
-    return service("web", f"{HOST}:{PORT}", to, story.protocol, serving="", affinity_timeout=story.affinity)
+    return service("web", f"{HOST}:{PORT}", to, Protocol.UDP, serving="", affinity_timeout=story.affinity)
 
 
 def crowd(number: int, turn: int) -> dict[ServicePortKey, ServiceState]:
@@ -245,7 +218,7 @@ def test_connects_during_changes_get_a_current_backend(bench: Bench, story: Stor
     step()
     before = bench.site.reasons()
     sizes = {name: bench.site.pinned(name).max_entries for name in START}
-    dials = play(bench, history, story.protocol, step)
+    dials = play(bench, history, step)
     grown = {name for name in START if bench.site.pinned(name).max_entries > sizes[name]}
     print(f"{len(dials)} connects, {len(history.sets)} changes, grown: {sorted(grown)}")
     assert history.wrong(dials) == []

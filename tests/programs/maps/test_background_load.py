@@ -3,7 +3,6 @@
 soon after.
 """
 
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,9 +19,9 @@ from kbpf.dataplane.bpf.programs.artifact import Bytecode
 from kbpf.dataplane.bpf.programs.loader import LoadedPrograms
 from kbpf.errors import CompileError, KbpfError, KernelError, ProgramLoadError
 from kbpf.kernel.bpf.objects import Map, Program
-from kbpf.kernel.bpf.tc import TcAttacher
 from kbpf.model.config import SocketLb
 from kbpf.model.desired import ServiceState
+from tests.programs.packets.tc.net import programs_on_devices
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.lab.namespace import Namespace
@@ -67,14 +66,7 @@ class Start(Namespace):
     def attached(self) -> dict[str, set[int]]:
         """Ids of the packet programs, by device."""
 
-        def read() -> dict[str, set[int]]:
-            found: dict[str, set[int]] = {}
-            with TcAttacher(self.site.pins / "devices") as tc:
-                for one in tc.list_all():
-                    found.setdefault(socket.if_indextoname(one.ifindex), set()).add(one.program_id)
-            return found
-
-        return self.do(read)
+        return self.do(lambda: programs_on_devices(self.site.pins / "devices"))
 
     def uses_pinned_maps(self) -> bool:
         """Whether all attached programs read the maps that are pinned now."""

@@ -130,20 +130,6 @@ def write(site: Site, name: str, key: bytes, value: bytes | None) -> None:
             map_.update(key, value)
 
 
-@contextlib.contextmanager
-def restored(site: Site) -> Iterator[None]:
-    """Puts all entries back."""
-    names = contents.MAPS_READ
-    before = {name: site.entries(name) for name in names}
-    yield
-    for name in names:
-        with site.pinned(name) as map_:
-            for key in dict(map_.items()).keys() - before[name].keys():
-                map_.delete(key)
-            for key, value in before[name].items():
-                map_.update(key, value)
-
-
 @each_cells(
     "map, key, value, found",
     """
@@ -237,7 +223,7 @@ def test_each_damage_is_named(world: tuple[Site, Config], map, key, value, found
     """
     site, config = world
     assert compare(site, config) == []
-    with restored(site):
+    with site.restored(*contents.MAPS_READ):
         key = read_part(site, key)
         write(site, map, key, None if value == "-" else read_part(site, value, key))
         lines = compare(site, config)
@@ -280,7 +266,7 @@ def test_a_difference_is_what_an_agent_writes(world: tuple[Site, Config], seed: 
     site, config = world
     (plane,) = site._planes
     names = [name for name in contents.MAPS_READ if name != "meta"]
-    with restored(site):
+    with site.restored(*contents.MAPS_READ):
         damage_anything(site, random.Random(seed))
         lines, before = compare(site, config), {name: site.entries(name) for name in names}
         plane.invalidate()

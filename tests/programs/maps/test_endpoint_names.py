@@ -170,15 +170,6 @@ def test_the_map_has_what_the_slices_say(site: Site, steps, names):
     assert "endpoint_names" not in plane.apply(desired(web(*slices(steps[-1]))), ()).writes
 
 
-def test_state_changes_without_a_flip(site: Site):
-    plane = named(site, desired(web(piece("ready=web-0"))))
-    frontends, sets = site.entries("services"), site.entries("backend_slots")
-    report = apply(plane, web(piece("draining=web-0")))
-    assert dict(report.writes).keys() <= {MAP}
-    assert (site.entries("services"), site.entries("backend_slots")) == (frontends, sets)
-    assert read_names(site)["web"] == {A: "default/web-0 node-a zone-a terminating, serving"}
-
-
 def test_services_that_disagree_have_their_own_names(site: Site):
     """One may publish addresses that are not ready."""
     states = (web(piece("ready=web-0")), web(piece("published=web-0"), name="twin", at="10.96.0.2:80"))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Self
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,14 +20,13 @@ from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.desired import ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
-from tests.support.lab.lab import Node, Place, until
+from tests.support.lab.lab import Node, until
 from tests.support.plane import (
     LOCAL,
     SIZES,
     Site,
     desired,
     flush,
-    make_local,
     map_ids_read_by,
     picks,
     service,
@@ -35,12 +35,6 @@ from tests.support.plane import (
 
 UDP = Protocol.UDP
 START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
-
-
-@pytest.fixture(scope="module")
-def host(node: Node) -> Place:
-    make_local(node.netns)
-    return node.host
 
 
 small = pytest.mark.usefixtures("small_maps")
@@ -218,27 +212,21 @@ def test_small_services_beyond_the_old_size_do_not_wait(site: Site, monkeypatch)
 @pytest.mark.parametrize("what", ["make_map", "_pin_temporarily", "_set_inner"])
 def test_failed_growth_refuses_only_what_does_not_fit(site: Site, monkeypatch, what: str):
     """And is repeated after a delay."""
-    attempts = 0
-
-    def refuse(*_: object) -> None:
-        nonlocal attempts
-        attempts += 1
-        raise KernelError("no memory", errno=errno.ENOMEM)
-
+    refuse = Mock(side_effect=KernelError("no memory", errno=errno.ENOMEM))
     monkeypatch.setattr(growth, "RETRY_DELAY_S", 3600.0)
     at = Growing(site, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(pinning, what, refuse)
         at.begin()
         at.until_refused()
-        before = attempts
+        before = refuse.call_count
         report = at.change(service("s0000", "10.96.0.1:53", "10.0.0.9:80", UDP), *at.small[1:], at.big)
         assert list(report.refused) == [at.big.key]
         assert "no memory" in report.refused[at.big.key]
         for _ in range(20):
             assert at.plane.apply(at.state, ()).refused
             at.tick()
-        assert attempts == before
+        assert refuse.call_count == before
         assert sizes_of(site) == START
         assert site.dump()["frontends"]["10.96.0.1:53/UDP"]["cluster"] == ["10.0.0.9:80/UDP"]
 
@@ -290,16 +278,16 @@ def open_with(site: Site, affinity: int) -> None:
     site.open(replace(SIZES, affinity=affinity)).apply(TWO_STICKY, None)
 
 
-def test_resized_lru_maps_keep_their_entries(node_site: Site, host: Place):
+def test_resized_lru_maps_keep_their_entries(node_site: Site, local_node: Node):
     open_with(node_site, 512)
-    assert picks(host, "10.96.0.1:53") == [LOCAL[1]]
+    assert picks(local_node.host, "10.96.0.1:53") == [LOCAL[1]]
     before = node_site.entries("affinity")
     assert len(before) == 1
     for entries in (2048, 256):
         open_with(node_site, entries)
         assert node_site.pinned("affinity").max_entries == entries
         assert node_site.entries("affinity") == before
-    assert picks(host, "10.96.0.2:53") == [LOCAL[1]]
+    assert picks(local_node.host, "10.96.0.2:53") == [LOCAL[1]]
     assert len(node_site.entries("affinity")) == 2, "the programs write to the new map"
 
 
@@ -326,14 +314,8 @@ def test_services_without_room_are_refused_and_others_served(site: Site, touched
     }
     assert served(site) == ["s0000", "s0001", "s0002"]
     assert names(plane.apply(state, ()).refused) == ["s0003", "s0004"], "retried and reported again"
-
-
-def test_freed_room_is_used_at_the_next_apply(site: Site):
-    plane = site.open(replace(SIZES, frontends=3))
-    everything = desired(*many(5))
-    plane.apply(everything, None)
-    for left in (4, 3):
-        plane.apply(desired(*many(5)[-left:]), everything.services.keys())
+    for left in (4, 3):  # freed room is used at the next apply
+        plane.apply(desired(*many(5)[-left:]), state.services.keys())
         flush(plane)
         assert names(plane.apply(desired(*many(5)[-left:]), ()).refused) == ["s0004"] * (left - 3)
         assert served(site) == [f"s{5 - left + i:04}" for i in range(3)]

@@ -47,7 +47,7 @@ from tests.support.lab.lab import Node, Place, until
 from tests.support.packets.packets import MAC_B, fragments, frame, tcp, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import run
-from tests.support.plane import Site, desired, service, sites, start_within
+from tests.support.plane import Site, desired, service, start_within
 from tests.support.table import each_row, table
 
 VICTIMS = 10
@@ -96,19 +96,25 @@ class Bench:
         return due is None or due > now
 
 
-@pytest.fixture
-def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
+@pytest.fixture(scope="module")
+def whole(node: Node, shared_site: Site) -> Bench:
     names = ("attacker", "one", "two", *(f"v{i}" for i in range(VICTIMS)))
     pods = {name: node.pod(name) for name in names}
     for name in ("one", "two"):
         # The attacker's datagrams fill the receive buffer of 8080, and the kernel drops what
         # arrives while it is full. Those of the victims have a socket of their own.
         pods[name].serve(8080, udp=(8080, 5353))
-    with sites(artifact_cache) as make:
-        site = make(cgroup=node.cgroup, node=node.netns)
-        plane = site.open(MapSizes(affinity=AFFINITY, connections=4096))
-        victims = [pods[f"v{i}"] for i in range(VICTIMS)]
-        yield Bench(site, plane, node, pods["attacker"], victims, pods["one"], pods["two"])
+    plane = shared_site.open(MapSizes(affinity=AFFINITY, connections=4096))
+    victims = [pods[f"v{i}"] for i in range(VICTIMS)]
+    return Bench(shared_site, plane, node, pods["attacker"], victims, pods["one"], pods["two"])
+
+
+@pytest.fixture
+def bench(whole: Bench) -> Bench:
+    """No client has affinity, and `one` serves."""
+    whole.serve(whole.one.ip)
+    whole.site.clear("affinity", "affinity_shares")
+    return whole
 
 
 def open_files() -> None:
@@ -185,7 +191,6 @@ def asked(place: Place, to: str, **how: Any) -> str:
 
 @pytest.mark.parametrize("fill", FILLS)
 def test_other_pods_keep_their_entries(bench: Bench, fill: Callable[[], contextlib.ExitStack]):
-    bench.serve(bench.one.ip)
     stuck = {}
     for place in bench.victims:
         assert place.tcp(WEB, 80, keep="tcp")["name"] == "one"
@@ -208,7 +213,6 @@ def test_other_pods_keep_their_entries(bench: Bench, fill: Callable[[], contextl
 
 
 def test_pod_is_limited_to_its_share_of_affinity(bench: Bench):
-    bench.serve(bench.one.ip)
     before = bench.site.reasons()
     with filled(bench, sticky):
         pass
@@ -242,8 +246,8 @@ def dial(path: Path_, clients: Iterable[str]) -> None:
     send(path, (tcp(f"[{client}]:4000", VIP[6], flags="S") for client in clients))
 
 
-@pytest.fixture
-def ingress(artifact_cache: Path) -> Iterator[Path_]:
+@pytest.fixture(scope="module")
+def served(artifact_cache: Path) -> Iterator[Path_]:
     """The packet path of a device in the node's network namespace, which is an uplink."""
     services = [
         made
@@ -266,8 +270,22 @@ def ingress(artifact_cache: Path) -> Iterator[Path_]:
     sizes = MapSizes(affinity=AFFINITY, connections=16_384)  # room for all flows of a flood
     state = masquerading(desired(*services))
     with serving_node(artifact_cache, "i", state, sizes=sizes, masquerade_ports=SNAT_PORTS) as made:
-        made.set_loopback_role(Role.HOST)
         yield made
+
+
+FILLED = ("affinity", "affinity_shares", "failures", "flows", "foreign_flows", "fragments", "refused_peers")
+
+
+@pytest.fixture
+def ingress(served: Path_) -> Iterator[Path_]:
+    """No client has sent anything yet."""
+    served.site.clear(*FILLED)
+    served.site.drain_queue()
+    served.site.put("flow_count", bytes(4), bytes(8))
+    served.node(NodeFlag(0), *SNAT_PORTS)
+    served.set_loopback_role(Role.HOST)
+    with served.site.restored("refusal_limits"):
+        yield served
 
 
 def test_client_network_is_limited_to_its_share_of_affinity(ingress: Path_):
@@ -327,6 +345,10 @@ class Flood(NamedTuple):
     role: Role = Role.HOST
     flags: DeviceFlag = DeviceFlag(0)
 
+    def send_victims(self, path: Path_) -> None:
+        """What arrives next is of the victims."""
+        path.set_loopback_role(Role.POD if self.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
+
 
 FLOODS = table(
     Flood,
@@ -358,12 +380,12 @@ def test_first_fragments_of_one_client_evict_no_others(ingress: Path_, row: Floo
         whole = udp(f"{client}:4000", VIP[row.v], bytes(1500), **more)
         return fragments(whole, 1280, id=number)
 
-    ingress.set_loopback_role(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
+    row.send_victims(ingress)
     victims = [pieces(row.victim.format(n), n) for n in range(1, VICTIMS + 1)]
     send(ingress, (first for first, _ in victims))
     ingress.set_loopback_role(row.role, row.flags)
     send(ingress, (pieces(flooding(row, number), number)[0] for number in range(FLOOD_SIZES["fragments"])))
-    ingress.set_loopback_role(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
+    row.send_victims(ingress)
     later = send(ingress, (second for _, second in victims))
     assert {parse(packet, l2=False).ip.destination for packet in later} == {host_of(POD[row.v])}
 
@@ -373,15 +395,14 @@ def test_foreign_flows_of_one_client_evict_no_others(ingress: Path_, row: Flood)
     """Another data plane served the victims' SYNs. Repeated when it has ended, they still belong to
     it, whatever other clients sent meanwhile.
     """
-    ours = Role.POD if row.victim.startswith("[fd") else Role.HOST
     syns = [tcp(f"{row.victim.format(n)}:4000", VIP[row.v], flags="S", seq=n) for n in range(1, VICTIMS + 1)]
     ingress.node(NodeFlag.PASSIVE, *SNAT_PORTS)
-    ingress.set_loopback_role(ours, DeviceFlag(0))
+    row.send_victims(ingress)
     assert send(ingress, syns) == syns
     ingress.set_loopback_role(row.role, row.flags)
     numbers = range(FLOOD_SIZES["foreign_flows"])
     send(ingress, (tcp(f"{flooding(row, n)}:{n + 1024}", VIP[row.v], flags="S", seq=n) for n in numbers))
-    ingress.set_loopback_role(ours, DeviceFlag(0))
+    row.send_victims(ingress)
     ingress.node(NodeFlag.COEXISTING, *SNAT_PORTS)
     assert send(ingress, syns) == syns, "not translated: no flow of ours began"
     again = [tcp(f"{row.victim.format(n)}:4001", VIP[row.v], flags="S", seq=n) for n in range(1, VICTIMS + 1)]

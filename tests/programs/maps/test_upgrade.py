@@ -3,17 +3,16 @@
 
 import errno
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from kbpf.dataplane.bpf.maps import layout, pinning
-from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf.objects import Link, Map
+from kbpf.kernel.bpf.objects import Map
 from tests.support.lab.lab import until
 from tests.support.plane import CGROUP_HOOKS, Site, desired, flush, service, size_maps
 
-FORMER = "maps without arrays"
 WEB = service("web", "10.96.0.1:80", "127.0.1.1:8080 127.0.1.2:8080", affinity_timeout=100)
 
 
@@ -22,42 +21,20 @@ def another_version(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], version=99))
 
 
-def make_former(site: Site) -> None:
-    """Makes the pins look like those of a release whose programs read maps without arrays."""
-    former_maps = site.pins / "maps-former"
-    site.maps.rename(former_maps)
-    Pins(site.pins).layout(site.maps).rename(site.pins / "layout-former")
-    for name, spec in layout.OUTER_MAPS.items():
-        (former_maps / name).unlink()
-        (site.pins / "layout-former" / f"{name}-{spec.version}").rmdir()
-
-
-def upgrade(site: Site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The pins become those of an earlier version, with another version of this map."""
-    if name == FORMER:
-        make_former(site)
-    else:
-        another_version(monkeypatch, name)
-
-
 def link_ids(site: Site) -> dict[str, int]:
     """Of the links to the cgroup. Those at tracepoints cannot get another program: they are
     replaced.
     """
-    found = {}
-    for name in sorted(CGROUP_HOOKS):
-        with Link.open(site.pins / "links" / name) as link:
-            found[name] = link.read_info().id
-    return found
+    return {hook: link for hook, (link, _) in site.links().items() if hook in CGROUP_HOOKS}
 
 
-@pytest.mark.parametrize("name", ["services", "backend_slots", "backends", "sock_peers", "meta", "counts", FORMER])
+@pytest.mark.parametrize("name", ["services", "backend_slots", "backends", "sock_peers", "meta", "counts"])
 def test_upgrade_keeps_what_is_served(site: Site, monkeypatch, name: str):
     site.start(desired(WEB))
     before, links, ids = site.dump(), link_ids(site), site.entries("service_names")
     peers = site.pinned("sock_peers").id
     site.close_planes()
-    upgrade(site, monkeypatch, name)
+    another_version(monkeypatch, name)
     plane = site.open()
     assert link_ids(site) == links, "nothing is attached again before the maps are filled"
     plane.apply(desired(WEB), None)
@@ -71,8 +48,7 @@ def test_upgrade_keeps_what_is_served(site: Site, monkeypatch, name: str):
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["", "killed after the maps were made"])
-@pytest.mark.parametrize("name", ["services", FORMER])
-def test_connections_are_served_during_an_upgrade(site: Site, monkeypatch, name: str, killed: bool):
+def test_connections_are_served_during_an_upgrade(site: Site, monkeypatch, killed: bool):
     """The old version's maps are in use until the new version's first complete apply."""
     server = site.place("server").serve(8080, address="127.0.1.1")
     client = site.place("client")
@@ -81,7 +57,7 @@ def test_connections_are_served_during_an_upgrade(site: Site, monkeypatch, name:
     client.ask("start_load", host="10.96.0.1", port=80)
     until("it is served", lambda: client.ask("peek_load")["names"].get(server.name))
     site.close_planes()
-    upgrade(site, monkeypatch, name)
+    another_version(monkeypatch, "services")
     plane = site.open()
     if killed:
         plane = site.open()
@@ -117,16 +93,13 @@ def test_downgrade_keeps_what_is_served(site: Site, monkeypatch, killed: bool):
 
 
 def test_failed_growth_replaces_the_map_of_neither_version(site: Site, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise KernelError("no memory", errno=errno.ENOMEM)
-
     size_maps(monkeypatch, services=8)
     site.start(desired(WEB))
     former_maps, services_id = site.maps, site.pinned("services").id
     another_version(monkeypatch, "reasons")
     monkeypatch.setattr(pinning, "remove_old_maps", lambda _: None)
     plane = site.start(desired(WEB))
-    monkeypatch.setattr(pinning, "_set_inner", refuse)
+    monkeypatch.setattr(pinning, "_set_inner", Mock(side_effect=KernelError("no memory", errno=errno.ENOMEM)))
     many = (service(f"s{i}", f"10.96.1.{i}:80", "127.0.1.1:80") for i in range(40))
     with pytest.raises(KernelError, match="no memory"):
         plane.apply(desired(WEB, *many), None)

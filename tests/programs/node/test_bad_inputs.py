@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -217,10 +218,7 @@ def test_failed_start_without_ipvs_leaves_no_state(monkeypatch, place: Place):
     served.
     """
 
-    def refuse(*_: object) -> None:
-        raise KernelError("this kernel has no IPVS")
-
-    monkeypatch.setattr(plane, "KernelState", refuse)
+    monkeypatch.setattr(plane, "KernelState", Mock(side_effect=KernelError("this kernel has no IPVS")))
     config = Config(state_dir=place.root / "state")
     with pytest.raises(KernelError, match="no IPVS"):
         plane.IpvsPlane(config).open()

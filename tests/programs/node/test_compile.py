@@ -17,7 +17,6 @@ import pytest
 
 from kbpf.dataplane.bpf.hooks import UNITS, program_names
 from kbpf.dataplane.bpf.programs import compile
-from kbpf.errors import CompileError
 
 ROOT = Path(__file__).parents[3]
 OBTAIN = """
@@ -116,17 +115,6 @@ def test_compiles_without_kernel_and_libc_headers(tree: Tree, unit: str):
     assert said == f"compiled {len(program_names(unit))}"
 
 
-def test_error_without_bcc_and_cache_says_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setattr(compile.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(CompileError) as error:
-        compile.find_or_compile("sock", tmp_path)
-    assert str(error.value) == (
-        "BCC is not installed and the cache has no compiled programs "
-        f"(unit sock, cache {tmp_path}); "
-        "install python3-bpfcc, or run `kbpf compile --cache-dir` on a machine with BCC"
-    )
-
-
 # ---- errors ------------------------------------------------------------------------------------
 
 PREFIX = "CompileError: cannot compile the BPF programs: "
@@ -167,15 +155,6 @@ def test_broken_bcc_is_a_one_line_error(tree: Tree, code: str):
     assert said.startswith("CompileError: BCC failed: ")
     assert BROKEN_BCC[code] in said
     assert "(unit sock)" in said
-
-
-def test_compiler_that_hangs_is_killed(monkeypatch, tmp_path):
-    (tmp_path / "bcc").mkdir()
-    (tmp_path / "bcc" / "__init__.py").write_text("import signal; signal.pause()")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(compile, "COMPILE_TIMEOUT_S", 0.01)
-    with pytest.raises(CompileError, match="did not finish"):
-        compile.find_or_compile("sock", tmp_path)
 
 
 def test_compiling_unprivileged_is_an_error(tree: Tree):

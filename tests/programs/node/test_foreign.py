@@ -8,8 +8,6 @@ The foreign programs have two instructions each, and names that Cilium and Calic
 import contextlib
 import os
 import socket
-import struct
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,20 +19,18 @@ from kbpf.dataplane.bpf import socket_hooks
 from kbpf.dataplane.bpf.hooks import HOOKS as HOOK_TABLE
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.packet_path.attach import MAX_MOVES
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import foreign, unpinned
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf.clsact import Direction, FilterIdentity
+from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Link, Map, Program, list_attached
-from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
+from kbpf.kernel.bpf.tc import ATTACH_TYPE
 from kbpf.kernel.bpf.uapi import BPF_F_BEFORE, BPF_MAP_TYPE_ARRAY, BPF_PROG_TYPE_SCHED_CLS
-from kbpf.kernel.net.netlink import Rtnetlink, pack_attribute
-from tests.programs.node.test_hooks_verified import WEB, alone
-from tests.programs.packets.tc.net import NEXT, idle, insn
+from tests.programs.packets.tc.net import filter_of_others, idle, insn
+from tests.support.alone import WEB, alone, make_uplink, serve
 from tests.support.features import needs
-from tests.support.lab.lab import ip, until
+from tests.support.lab.lab import run, until
 from tests.support.plane import HOOKS, Site
 from tests.support.table import each_line
 
@@ -65,8 +61,8 @@ def theirs(cgroup: Path, hook: str, name: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def serve(site: Site, **settings: object) -> BpfPlane:
-    plane = site.start(WEB, **settings)
+def serve_sockets(site: Site) -> BpfPlane:
+    plane = site.start(WEB)
     plane.tick(0.0)
     return plane
 
@@ -77,7 +73,7 @@ def reported(plane: BpfPlane) -> list[str]:
 
 @pytest.mark.parametrize(("hook", "name", "is_named"), ROWS)
 def test_foreign_program_at_a_socket_hook_is_reported(site: Site, hook: str, name: str, is_named: bool, caplog):
-    plane = serve(site)
+    plane = serve_sockets(site)
     assert reported(plane) == [], "our own programs are not reported"
     assert plane.shared.read_metrics().foreign_programs == 0
     with theirs(site.cgroup, hook, name) as program:
@@ -149,7 +145,7 @@ def test_agent_that_serves_already_starts_beside_another_load_balancer(site: Sit
     """Refusing would leave its attached programs without updates."""
     older(site)
     with theirs(site.cgroup, "connect4", "cil_sock4_connect") as program:
-        plane = serve(site)
+        plane = serve_sockets(site)
         assert "cil_sock4_conne" in reported(plane)[0]
         row = neighbours.balancer_row(site.pins, site.cgroup)
         assert (row.result, row.needed) == ("no", False), "an agent may start"
@@ -161,7 +157,7 @@ def test_agent_that_serves_already_starts_beside_another_load_balancer(site: Sit
 
 def test_start_beside_a_program_of_unknown_purpose_is_not_refused(site: Site):
     with theirs(site.cgroup, "connect4", "connect4"):
-        plane = serve(site)
+        plane = serve_sockets(site)
         assert len(reported(plane)) == 1
 
 
@@ -203,7 +199,7 @@ def test_program_of_kbpf_is_recognized_by_several_names(name, maps, is_kbpf):
 @needs("tcx")
 @alone
 def test_first_start_beside_calico_on_a_device_is_refused(site: Site):
-    ip("link add up0 type veth peer name up1")
+    make_uplink()
     number = socket.if_nametoindex("up0")
     with (
         idle("cali_tc_preamble") as program,
@@ -218,15 +214,9 @@ def tcx(ifindex: int, program: Program) -> contextlib.AbstractContextManager[obj
     return Link.attach(program, ifindex, ATTACH_TYPE[Direction.INGRESS])
 
 
-@contextlib.contextmanager
-def clsact(ifindex: int, program: Program) -> Iterator[None]:
-    with TcAttacher(Path("/nowhere"), AttachMethod.CLSACT, FilterIdentity(1, "theirs")) as kernel:
-        kernel._filters._qdisc_kinds = {ifindex: "clsact"}
-        body = struct.pack("=BxxxiIII", 0, ifindex, 0xFFFF0000, 0xFFFFFFF1, 0)
-        with Rtnetlink() as netlink, contextlib.suppress(Exception):
-            netlink.request(36, body + pack_attribute(1, b"clsact\0"), 0x600)
-        kernel.attach(ifindex, Direction.INGRESS, program)
-    yield
+def clsact(ifindex: int, program: Program) -> contextlib.AbstractContextManager[object]:
+    run("tc", "qdisc", "add", "dev", "up0", "clsact")
+    return filter_of_others(ifindex, Direction.INGRESS, program)
 
 
 @needs("tcx")
@@ -242,11 +232,8 @@ def clsact(ifindex: int, program: Program) -> Iterator[None]:
 )
 @alone
 def test_foreign_load_balancer_on_our_device_is_reported(site: Site, name: str, named: bool, how: object):
-    ip("link add up0 type veth peer name up1")
-    ip("link set up0 up")
-    device_thread.RESYNC_INTERVAL_S = 0.1
-    plane = serve(site, packet_path=True, devices=("up0",))
-    until("all devices were processed", lambda: plane.status().ready)
+    make_uplink()
+    plane = serve(site)
     assert reported(plane) == []
     number = socket.if_nametoindex("up0")
     with (
@@ -267,50 +254,31 @@ def test_foreign_load_balancer_on_our_device_is_reported(site: Site, name: str, 
 
 
 TAKES = (
-    "theirs (id {}) runs before kbpf's program at {} of up0 and returned 0 (TC_ACT_OK) for a test "
+    "theirs (id {}) runs before kbpf's program at ingress of up0 and returned 0 (TC_ACT_OK) for a test "
     "packet, so kbpf's program did not see it; let that program return TC_ACT_UNSPEC"
 )
 
 
 @needs("tcx")
-@pytest.mark.parametrize(
-    ("direction", "result", "takes"), [(Direction.INGRESS, 0, True), (Direction.EGRESS, NEXT, False)]
-)
 @alone
-def test_agent_reports_a_program_that_insists_on_the_first_place(
-    site: Site, direction: Direction, result: int, takes: bool
-):
+def test_agent_reports_a_program_that_insists_on_the_first_place(site: Site):
     """A program that was there first is no problem: ours is attached before it. One that returns to
-    the first place whenever ours is moved there is reported if it keeps packets from ours.
+    the first place whenever ours is moved there is reported if it keeps packets from ours (which do:
+    packets/test_hook_probe.py).
     """
-    ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
-    device_thread.RESYNC_INTERVAL_S = 0.1
-    number, kind = socket.if_nametoindex("up0"), ATTACH_TYPE[direction]
-    code = insn(0xB7, imm=result) + insn(0x95)
-    with Program.load("theirs", BPF_PROG_TYPE_SCHED_CLS, 0, code) as program:
+    make_uplink()
+    number, kind = socket.if_nametoindex("up0"), ATTACH_TYPE[Direction.INGRESS]
+    with idle("theirs", 0) as program:
         theirs = program.read_info().id
         link = Link.attach(program, number, kind)
-        plane = serve(site, packet_path=True, devices=("up0",))
-        until("all devices were processed", lambda: plane.status().ready)
+        plane = serve(site)
         for _ in range(MAX_MOVES + 1):
             until("ours is first", lambda: list_attached(number, kind)[1:] == (theirs,))
             until("it is no problem", lambda: "theirs" not in str(plane.status().problems))
             link.detach()
             link = Link.attach(program, number, kind, BPF_F_BEFORE)
-        text = TAKES.format(theirs, direction)
-        if takes:
-            until("it is reported", lambda: text in str(plane.status().problems))
-            assert plane.shared.read_metrics().foreign_programs == 1
-        else:
-            time.sleep(5 * device_thread.RESYNC_INTERVAL_S)
-            assert list_attached(number, kind)[0] == theirs, "ours is not moved any more"
-            assert "theirs" not in str(plane.status().problems)
+        until("it is reported", lambda: TAKES.format(theirs) in str(plane.status().problems))
+        assert plane.shared.read_metrics().foreign_programs == 1
         link.detach()
         until("it is no problem any more", lambda: "theirs" not in str(plane.status()))
     plane.close()
-
-
-def test_many_devices_are_summarised_in_one_line():
-    found = [foreign.ForeignProgram(7, "cil_from_contai", "ingress", f"lxc{n}") for n in range(40)]
-    (line,) = foreign.format_lines(found)
-    assert "cil_from_contai (id 7) at ingress of lxc0 and 39 more; " in line

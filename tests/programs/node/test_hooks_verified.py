@@ -7,41 +7,49 @@ Tests that mount run in a process with its own mount namespace.
 
 import ctypes
 import errno
-import functools
 import os
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from kbpf.dataplane.bpf.hooks import HOOKS as ALL_HOOKS
 from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, U64
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.packet_path import attach, device_thread
+from kbpf.dataplane.bpf.packet_path import attach
 from kbpf.dataplane.bpf.programs import unpinned
 from kbpf.dataplane.bpf.socket_hooks import HOOK_RETRY_INTERVAL_S, HOOK_VERIFY_INTERVAL_S
 from kbpf.errors import KernelError, PinsRemovedError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Link, Map
 from kbpf.kernel.bpf.tc import ATTACH_TYPE
+from tests.support.alone import WEB, alone, make_uplink, serve
 from tests.support.features import needs
-from tests.support.lab.lab import ip, remove_cgroup, until
+from tests.support.lab.lab import remove_cgroup, until
 from tests.support.plane import CGROUP_HOOKS, HOOKS, Site, desired, flush, service
 
-WEB = desired(service("web", "10.96.0.1:80", "10.244.0.1:8080"))
-CONNECT4 = 10
+pytestmark = pytest.mark.usefixtures("stub_programs")
+
+
+def attached_hooks(cgroup: Path) -> dict[str, tuple[int, ...]]:
+    """The ids of all programs at the socket hooks of this cgroup."""
+    descriptor = os.open(cgroup, os.O_RDONLY)
+    try:
+        return {
+            hook.name: unpinned.attached_program_ids(descriptor, hook.attach_type)
+            for hook in ALL_HOOKS
+            if not hook.only_counts
+        }
+    finally:
+        os.close(descriptor)
 
 
 def programs(cgroup: Path) -> tuple[int, ...]:
     """Ids of the programs attached to connect4."""
-    descriptor = os.open(cgroup, os.O_RDONLY)
-    try:
-        return objects.list_attached(descriptor, CONNECT4)
-    finally:
-        os.close(descriptor)
+    return attached_hooks(cgroup)["connect4"]
 
 
 def remove_pin(site: Site) -> None:
@@ -99,25 +107,6 @@ def test_hook_that_cannot_be_attached_is_reported(site: Site, caplog):
     assert len(programs(site.cgroup)) == 1
 
 
-def test_programs_of_another_pin_folder_refuse_the_start(site: Site, monkeypatch):
-    monkeypatch.setattr(unpinned, "DETACH_WAIT_S", 0.2)
-    first = site.open()
-    first.apply(WEB, None)
-    before = programs(site.cgroup)
-    other = Site(site.cache, cgroup=site.cgroup)
-    try:
-        with pytest.raises(KernelError, match="not pinned in this folder") as refused:
-            other.open()
-        assert f"connect4 of {site.cgroup}" not in str(refused.value), "the first four are named"
-        assert f"recvmsg4 of {site.cgroup}" in str(refused.value)
-        assert f"and {len(CGROUP_HOOKS) - 4} more" in str(refused.value)
-        assert "kbpf cleanup" in refused.value.hint
-        assert programs(site.cgroup) == before
-        assert not (other.pins / "links").exists()
-    finally:
-        other.close()
-
-
 def test_removed_pins_end_the_agent(site: Site):
     plane = site.start(WEB)
     plane.write_status(b"{}")
@@ -129,6 +118,7 @@ def test_removed_pins_end_the_agent(site: Site):
         site.pins.with_name(f"{site.pins.name}-moved").rename(site.pins)
 
 
+REFUSES = Mock(side_effect=KernelError("no room", errno=errno.EPERM))
 LOST_PINS = {
     "affinity": "affinity",
     "an outer map": "backend_slots_outer",
@@ -145,7 +135,7 @@ def test_lost_pins_of_maps_are_restored_while_it_runs(site: Site, what: str, cap
     before = {pin.name: site.pinned(pin.name).id for pin in site.maps.iterdir()}
     remove_pins(site, what)
     with monkeypatch.context() as broken:
-        broken.setattr(Map, "pin", refuse)
+        broken.setattr(Map, "pin", REFUSES)
         plane.write_status(b"{}")
         (fault,) = plane.status().faults
         assert "pins of maps cannot be checked or restored: no room" in fault
@@ -167,7 +157,7 @@ def test_start_with_lost_pins_of_maps_serves_again(site: Site, what: str, may_op
     remove_pins(site, what)
     with monkeypatch.context() as limited:
         if not may_open_by_id:
-            limited.setattr(objects, "open_map_by_id", refuse)
+            limited.setattr(objects, "open_map_by_id", REFUSES)
         plane = site.open(packet_path=True)
     plane.apply(WEB, None)
     flush(plane)
@@ -187,47 +177,10 @@ def remove_pins(site: Site, what: str) -> None:
             pin.unlink()
 
 
-def refuse(*_: object) -> None:
-    raise KernelError("no room", errno=errno.EPERM)
-
-
 def mount_bpffs_over(folder: Path) -> None:
     """Mounts a bpffs over it, in the mount namespace of this process only."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mount(b"bpf", os.fsencode(folder), b"bpf", 0, b"mode=0700") == 0, ctypes.get_errno()
-
-
-def run_in_new_namespaces(story: Callable[[], None]) -> None:
-    """Runs it in a process with new mount and network namespaces."""
-
-    def alone() -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.unshare(0x20000 | 0x40000000) == 0  # CLONE_NEWNS, CLONE_NEWNET
-        assert libc.mount(None, b"/", None, 1 << 18 | 1 << 14, None) == 0  # MS_PRIVATE, MS_REC
-        story()
-
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            alone()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def alone(test: Callable[..., None]) -> Callable[..., None]:
-    """A test that runs in a process with new mount and network namespaces."""
-
-    @functools.wraps(test)
-    def run(**fixtures: object) -> None:
-        run_in_new_namespaces(lambda: test(**fixtures))
-
-    return run
 
 
 @alone
@@ -255,6 +208,9 @@ def test_mount_over_the_pins_is_reported_and_changes_nothing(site: Site):
     with pytest.raises(KernelError, match="not pinned in this folder") as refused:
         second.open()
     assert "findmnt" in refused.value.hint
+    assert f"connect4 of {site.cgroup}" not in str(refused.value), "the first four are named"
+    assert f"recvmsg4 of {site.cgroup}" in str(refused.value)
+    assert f"and {len(CGROUP_HOOKS) - 4} more" in str(refused.value)
     assert len(programs(site.cgroup)) == 1
     assert ctypes.CDLL(None).umount2(os.fsencode(site.pins.parent), 2) == 0  # MNT_DETACH
     plane.write_status(b"{}")
@@ -275,11 +231,9 @@ def test_mount_over_the_pins_attaches_nothing_twice_to_devices(site: Site):
     def tcx_programs() -> list[int]:
         return [len(objects.list_attached(socket.if_nametoindex("up0"), kind)) for kind in ATTACH_TYPE.values()]
 
-    ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
-    device_thread.RESYNC_INTERVAL_S = 0.1
-    plane = site.start(WEB, packet_path=True, devices=("up0",))
-    until("it is attached", lambda: plane.status().packets and tcx_programs() == [1, 1])
-    until("all devices were processed", lambda: plane.status().ready)
+    make_uplink()
+    plane = serve(site)
+    assert tcx_programs() == [1, 1]
     mount_bpffs_over(site.pins.parent)
     turns = []
     sync = attach.DeviceAttachments.sync

@@ -89,22 +89,6 @@ def logged(caplog) -> Callable[[str], list[str]]:
     return lambda words: [line for record in caplog.records if words in (line := record.getMessage())]
 
 
-def test_rules_that_take_long_to_read_are_read_less_often(bench: Bench, monkeypatch):
-    """Ten times as long between two readings, while the ruleset changes all the time."""
-    clock, read_at = [0.0], []
-
-    def read(_: int) -> None:
-        read_at.append(now)
-        clock[0] += 1.1
-
-    monkeypatch.setattr(host.time, "thread_time", lambda: clock[0])
-    monkeypatch.setattr(host, "reconcile_forward_rules", read)
-    monkeypatch.setattr(host.forward_rules, "read_generation", lambda: int(now))
-    for now in range(0, 40, 2):
-        bench.do(lambda at=now: bench.host_integration.poll(at))
-    assert read_at == [0, 12, 24, 36]
-
-
 def test_rules_that_cannot_be_parsed_do_not_end_the_agent(bench: Bench, monkeypatch, logged):
     def parse() -> tuple[str, ...]:
         raise ValueError("odd")
@@ -184,11 +168,8 @@ def test_ports_that_the_own_table_serves_although_conntrack_is_used(site: Site, 
         service("sctp", "NodePort=0.0.0.0:30082", "10.1.0.1:80", Protocol.SCTP),
     )
     site.start(desired(*made))
-    with site.pinned("devices") as devices:
-        for key, _ in list(devices.items()):
-            devices.delete(key)
-        value = DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16), bridge)
-        devices.update(U32.pack(1), value)
+    site.clear("devices")
+    site.put("devices", U32.pack(1), DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16), bridge))
     assert host.read_external_ports(Pins(site.pins)) == {30080, 30082}
     in_own_table = host.read_external_ports(Pins(site.pins), in_conntrack=True)
     assert in_own_table == ({30080, 30082} if every else {30082})

@@ -22,42 +22,28 @@ from kbpf.checks import neighbours
 from kbpf.cli import removal
 from kbpf.cli.check import compute_verdict
 from kbpf.cli.cleanup import RemovedItem
-from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect.attached import read_devices
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.packet_path import attach, device_thread
+from kbpf.dataplane.bpf.packet_path import attach
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import unpinned
-from kbpf.dataplane.bpf.programs.hook_probe import Point, ProbeOutcome
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import tc
 from kbpf.kernel.bpf.clsact import Direction
-from kbpf.kernel.bpf.tc import AttachMethod, Runner, TcAttacher
-from kbpf.kernel.net.devices import Device
-from kbpf.kernel.probe_result import Probe
+from kbpf.kernel.bpf.tc import AttachMethod, TcAttacher
 from kbpf.model.config import SocketLb
-from tests.programs.node.test_hooks_verified import WEB, alone, mount_bpffs_over
+from tests.programs.node.test_hooks_verified import attached_hooks, mount_bpffs_over
 from tests.programs.packets.tc.net import both_ways
+from tests.support.alone import WEB, alone, make_uplink, serve
 from tests.support.lab.lab import ip, until
 from tests.support.plane import Site, sites
 
-
-def make_device(how: AttachMethod = AttachMethod.CLSACT) -> None:
-    """Makes up0, to which this process attaches programs by this method. It waits less than an agent."""
-    unpinned.DETACH_WAIT_S = 0.5
-    device_thread.RESYNC_INTERVAL_S = 0.1
-    if how is AttachMethod.CLSACT:
-        tc.probe_tcx = lambda: Probe(False, "switched off")
-    ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
+pytestmark = pytest.mark.usefixtures("stub_programs")
 
 
-def serve(site: Site, **settings: object) -> BpfPlane:
-    """Starts an agent with the packet path on up0, and waits until it is attached."""
-    plane = site.start(WEB, **{"packet_path": True, "devices": ("up0",), **settings})
-    plane.tick(0.0)
-    until("all devices were processed", lambda: plane.status().ready)
-    assert not plane.status().packets.failed
-    return plane
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch) -> None:
+    """Agents wait less for programs that the kernel frees in the background."""
+    monkeypatch.setattr(unpinned, "DETACH_WAIT_S", 0.5)
 
 
 def attached() -> dict[Direction, list[int]]:
@@ -70,19 +56,6 @@ def attached() -> dict[Direction, list[int]]:
         }
 
 
-def attached_hooks(cgroup: Path) -> dict[str, tuple[int, ...]]:
-    """The ids of all programs at the socket hooks of this cgroup."""
-    descriptor = os.open(cgroup, os.O_RDONLY)
-    try:
-        return {
-            hook.name: unpinned.attached_program_ids(descriptor, hook.attach_type)
-            for hook in HOOKS
-            if not hook.only_counts
-        }
-    finally:
-        os.close(descriptor)
-
-
 @contextmanager
 def second_site(first: Site, cgroup: Path | None = None) -> Iterator[Site]:
     with sites(first.cache) as make:
@@ -93,7 +66,7 @@ def second_site(first: Site, cgroup: Path | None = None) -> Iterator[Site]:
 @pytest.mark.parametrize("same_cgroup", [True, False], ids=["no socket hooks", "another cgroup"])
 @alone
 def test_second_agent_on_the_same_devices_is_refused(site: Site, how: AttachMethod, same_cgroup: bool):
-    make_device(how)
+    make_uplink(how)
     settings = {"socket_lb": SocketLb.OFF} if same_cgroup else {}
     serve(site, **settings)
     before = attached()
@@ -126,7 +99,7 @@ def test_second_agent_on_the_same_devices_is_refused(site: Site, how: AttachMeth
 @both_ways
 @alone
 def test_agent_that_started_at_the_same_moment_is_refused_at_the_first_apply(site: Site, how: AttachMethod):
-    make_device(how)
+    make_uplink(how)
     with second_site(site, site.cgroup) as other:
         second = other.open(packet_path=True, devices=("up0",))
         serve(site)
@@ -148,16 +121,18 @@ def test_agent_that_started_at_the_same_moment_is_refused_at_the_first_apply(sit
 
 def earlier_version(site: Site) -> None:
     """Killed, and upgraded: the programs of another version have a folder of another name."""
-    serve(site)
-    (folder,) = site.pins.glob("programs-tc-*")
-    folder.rename(site.pins / "programs-tc-0123456789abcdef")
+    rename_programs(site, "programs-tc-0123456789abcdef")
 
 
 def killed_while_switching(site: Site) -> None:
     """Killed after the new programs were pinned, before the devices ran them."""
+    rename_programs(site, "old-programs-tc-0123456789abcdef-0")
+
+
+def rename_programs(site: Site, name: str) -> None:
     serve(site)
     (folder,) = site.pins.glob("programs-tc-*")
-    folder.rename(site.pins / f"old-{folder.name}-0")
+    folder.rename(site.pins / name)
 
 
 def cleaned(site: Site) -> None:
@@ -187,7 +162,7 @@ def bpffs_unmounted(site: Site) -> None:
 @alone
 def test_cleanup_finds_filters_without_pins(site: Site, how: AttachMethod, lose_pins: Callable[[Site], None]):
     """They have lost their tail calls, so they would drop each SYN to a Service."""
-    make_device(how)
+    make_uplink(how)
     removed: list[RemovedItem] = []
     lose_pins(site)
     assert how is AttachMethod.TCX or [len(ids) for ids in attached().values()] == [1, 1]
@@ -204,7 +179,7 @@ def test_cleanup_finds_filters_without_pins(site: Site, how: AttachMethod, lose_
 
 @alone
 def test_cleanup_without_pins_leaves_another_agent_alone(site: Site):
-    make_device()
+    make_uplink(AttachMethod.CLSACT)
     serve(site)
     before = attached()
     with second_site(site) as other:
@@ -216,7 +191,7 @@ def test_cleanup_without_pins_leaves_another_agent_alone(site: Site):
 @alone
 def test_agent_that_starts_again_is_not_refused(site: Site, end: Callable[[Site], None]):
     """With TCX all restarts of tests/lab show the same."""
-    make_device()
+    make_uplink(AttachMethod.CLSACT)
     end(site)
     # the kernel frees what was pinned in the background
     unpinned.DETACH_WAIT_S = 60.0
@@ -230,7 +205,7 @@ def test_agent_that_starts_again_is_not_refused(site: Site, end: Callable[[Site]
 @alone
 def test_agent_that_serves_is_not_refused_for_a_place_where_only_another_serves(site: Site, only_at: str):
     """Its programs elsewhere would be left without updates."""
-    make_device()
+    make_uplink(AttachMethod.CLSACT)
     at_cgroup = only_at == "the cgroup"
     serve(site, **({"socket_lb": SocketLb.OFF} if at_cgroup else {}))
     site.close_planes()
@@ -250,7 +225,7 @@ def test_agent_that_serves_is_not_refused_for_a_place_where_only_another_serves(
 @alone
 def test_two_agents_that_both_started_are_reported(site: Site, how: AttachMethod, monkeypatch):
     """Both looked for the other before either was attached."""
-    make_device(how)
+    make_uplink(how)
     turns: Counter[attach.DeviceAttachments] = Counter()
     sync = attach.DeviceAttachments.sync
     attach.DeviceAttachments.sync = lambda self, *given: turns.update([self]) or sync(self, *given)
@@ -301,16 +276,3 @@ def expect_reported(plane: BpfPlane, *names: str) -> None:
 
     until(f"{names} are reported", lambda: reported() == expected)
     assert plane.shared.read_metrics().foreign_programs == len(expected)
-
-
-def test_advice_where_no_program_is_before_ours():
-    """Another order of the programs would not help."""
-    device, ours, theirs = Device(1, "up0"), Runner(1, "tcx", True), Runner(2, "tcx", False)
-    outcome = ProbeOutcome(Point(device, Direction.INGRESS, (ours, theirs)), False)
-    assert neighbours.describe_outcome(outcome).endswith("before it: nothing")
-    assert "TC_ACT_UNSPEC" not in neighbours.advise(outcome)
-    assert "the row no other kbpf" in neighbours.advise(outcome)
-    assert "ip -s link show up0" in neighbours.advise(outcome)
-    behind = Point(device, Direction.INGRESS, (theirs, ours))
-    for outcome in (ProbeOutcome(behind, False), ProbeOutcome(behind, False, theirs, 0)):
-        assert "TC_ACT_UNSPEC" in neighbours.advise(outcome)

@@ -18,20 +18,18 @@ from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod
 from kbpf.kernel.net.devices import BRIDGE_NETFILTER, ZERO_MAC, Device, DeviceEvents, DeviceMonitor, list_devices
 from kbpf.kernel.net.uapi import ARPHRD_ETHER, ARPHRD_NONE
-from kbpf.kernel.system import netns, sysctl
+from kbpf.kernel.system import sysctl
 from kbpf.model.address import format_addr
 from tests.programs.packets.tc.net import Net, idle, program_id
 from tests.support.features import lacking, needs
-from tests.support.lab.lab import PATIENCE, ip, run, until
+from tests.support.lab.lab import PATIENCE, run, until
+from tests.support.lab.namespace import Namespace
 
 
 @pytest.fixture
-def pods(net: Net) -> Iterator[str]:
+def pods(namespace: Namespace) -> str:
     """Another namespace, for the far ends of veth pairs."""
-    name = f"{net.name}p"
-    ip(f"netns add {name}")
-    yield name
-    ip(f"netns del {name}")
+    return namespace.name
 
 
 def set_br_netfilter(value: str) -> None:
@@ -42,14 +40,14 @@ def set_br_netfilter(value: str) -> None:
 
 def listed(net: Net) -> dict[str, Device]:
     """The devices by name."""
-    return {device.name: device for device in net.inside(list_devices)}
+    return {device.name: device for device in net.do(list_devices)}
 
 
 # ---- listing -----------------------------------------------------------------------------------
 
 
 def test_devices_are_listed_with_their_properties(net: Net, pods: str):
-    net.inside(lambda: set_br_netfilter("0"))
+    net.do(lambda: set_br_netfilter("0"))
     net.ip(
         "link set lo up",
         "link add br0 type bridge",
@@ -77,7 +75,7 @@ def test_devices_are_listed_with_their_properties(net: Net, pods: str):
     macs = {
         d["ifname"]: bytes.fromhex(d.get("address", "").replace(":", "")) for d in shown if d["link_type"] == "ether"
     }
-    peer = netns.run_in(Path("/run/netns") / pods, list_devices)[-1]
+    peer = Namespace(pods).do(list_devices)[-1]
     assert found["port0"].peer_netns is not None
 
     def device(name: str, kind: str = "", **fields: object) -> Device:
@@ -107,21 +105,21 @@ def test_bridges_whose_packets_pass_netfilter_are_listed_as_such(net: Net, br_ne
     def passing() -> set[str]:
         return {name for name, device in listed(net).items() if device.bridge_netfilter}
 
-    net.inside(lambda: set_br_netfilter("0"))
+    net.do(lambda: set_br_netfilter("0"))
     assert passing() == set()
     for setting in ("nf_call_iptables", "nf_call_ip6tables"):
         net.ip(f"link set br1 type bridge {setting} 1")
         assert passing() == {"br1"}, setting
         net.ip(f"link set br1 type bridge {setting} 0")
     for name in BRIDGE_NETFILTER:
-        net.inside(lambda: sysctl.write(name, "1"))  # noqa: B023
+        net.do(lambda: sysctl.write(name, "1"))  # noqa: B023
         assert passing() == {"br0", "br1"}, name
-        net.inside(lambda: sysctl.write(name, "0"))  # noqa: B023
+        net.do(lambda: sysctl.write(name, "0"))  # noqa: B023
 
 
 def test_listing_returns_all_of_many_devices(net: Net):
     net.ip(*(f"link add a{i} type veth peer name b{i}" for i in range(150)))
-    devices = net.inside(list_devices)
+    devices = net.do(list_devices)
     theirs = json.loads(run("ip", "-n", net.name, "-j", "link"))
     assert [(d.ifindex, d.name, d.mtu) for d in devices] == sorted(
         (one["ifindex"], one["ifname"], one["mtu"]) for one in theirs
@@ -141,7 +139,7 @@ def wake() -> Iterator[int]:
 
 
 def test_monitor_reports_each_change(net: Net, wake: int):
-    with net.inside(DeviceMonitor) as watch:
+    with net.do(DeviceMonitor) as watch:
         assert watch.wait(0, wake) == DeviceEvents(False)
         for change in (
             "link add one type bridge",
@@ -163,7 +161,7 @@ def test_monitor_reports_each_change(net: Net, wake: int):
 def test_monitor_names_deleted_devices(net: Net, pods: str, wake: int):
     net.ip("link add one type bridge", "link add two type veth peer name three")
     index = {name: net.index(name) for name in ("one", "two", "three")}
-    with net.inside(DeviceMonitor) as watch:
+    with net.do(DeviceMonitor) as watch:
         net.ip("link del one")
         assert watch.wait(PATIENCE, wake) == DeviceEvents(True, {index["one"]})
         net.ip(f"link set three netns {pods}")
@@ -183,7 +181,7 @@ def test_monitor_reports_filters_of_others(net: Net, wake: int):
         ("filter del dev here egress prio 1 handle 1 bpf", False),
     )
     path = net.folder / "theirs"
-    with idle("theirs") as program, net.inside(lambda: DeviceMonitor(ours.handles)) as watch:
+    with idle("theirs") as program, net.do(lambda: DeviceMonitor(ours.handles)) as watch:
         program.pin(path)
         for change, expected in changes:
             net.tc(change.format(path))
@@ -197,12 +195,12 @@ def test_lost_messages_count_as_a_change(net: Net, wake: int):
         lines = Path("/proc/thread-self/net/netlink").read_text().splitlines()[1:]
         return sum(int(line.split()[8]) for line in lines)  # Drops
 
-    with net.inside(DeviceMonitor) as watch:
+    with net.do(DeviceMonitor) as watch:
         for _ in range(20):
-            if net.inside(lost):
+            if net.do(lost):
                 break
             net.ip(*(f"link set here mtu {1400 + i % 2}" for i in range(500)))
-        assert net.inside(lost)
+        assert net.do(lost)
         assert watch.wait(PATIENCE, wake) == DeviceEvents(True, None)
         until("the socket is empty", lambda: watch.wait(0.05, wake) == DeviceEvents(False))
         net.ip("link add one type bridge")
@@ -215,7 +213,7 @@ def test_lost_messages_count_as_a_change(net: Net, wake: int):
 @pytest.fixture
 def node(net: Net, pods: str) -> Net:
     """A node: an uplink, a bridge with a pod, and a routed pod."""
-    net.inside(lambda: set_br_netfilter("0"))
+    net.do(lambda: set_br_netfilter("0"))
     net.ip(
         "link set lo up",
         f"link add up0 type veth peer name wire netns {pods}",
@@ -262,7 +260,7 @@ class Agent:
     def sync(self, pick: PickProgram | None = None) -> DeviceReport:
         """Syncs once with the devices that exist now."""
         pick = pick or (lambda device, role, direction: self.kit[role])
-        return self.net.inside(lambda: self.devices.sync(list_devices(), pick))
+        return self.net.do(lambda: self.devices.sync(list_devices(), pick))
 
     def expect(self, roles: dict[str, DeviceRole], added: int = 0, replaced: int = 0, removed: int = 0) -> DeviceReport:
         """Syncs. Then just these devices have the programs of their roles, after so many changes."""
@@ -309,7 +307,7 @@ def test_ports_of_a_bridge_get_the_program_for_ingress_while_br_netfilter_is_in_
     node: Net, pods: str, agent: Agent, br_netfilter: None
 ):
     agent.expect(ROLES, added=10)
-    node.inside(lambda: set_br_netfilter("1"))
+    node.do(lambda: set_br_netfilter("1"))
     agent.expect(ROLES | {"port0": PORT}, added=1)
     agent.expect(ROLES | {"port0": PORT})
     node.ip(f"link add port1 type veth peer name eth2 netns {pods}", "link set port1 master cni0")
@@ -318,7 +316,7 @@ def test_ports_of_a_bridge_get_the_program_for_ingress_while_br_netfilter_is_in_
         report = agent.sync(lambda *_: newer)
         assert (report.added, report.replaced, report.removed) == (0, 12, 0)
     node.ip("link set port1 nomaster")
-    node.inside(lambda: set_br_netfilter("0"))
+    node.do(lambda: set_br_netfilter("0"))
     agent.expect(ROLES | {"port1": POD}, added=1, replaced=11, removed=1)
 
 
@@ -371,9 +369,9 @@ def test_attachments_removed_by_others_come_back(node: Net, agent: Agent, how: A
 
 
 def test_device_deleted_after_the_listing_is_no_failure(node: Net, agent: Agent):
-    listing = node.inside(list_devices)
+    listing = node.do(list_devices)
     node.ip("link del cali0")
-    report = node.inside(lambda: agent.devices.sync(listing, lambda _, role, __: agent.kit[role]))
+    report = node.do(lambda: agent.devices.sync(listing, lambda _, role, __: agent.kit[role]))
     agent.expect_places(report, roles("up0 here far", "cni0"))
 
 
@@ -384,11 +382,11 @@ def test_remove_leaves_only_foreign_attachments(node: Net, agent: Agent):
     with ExitStack() as stack:
         foreign = stack.enter_context(idle())
         if not lacking("tcx"):
-            stack.enter_context(node.inside(lambda: Link.attach(foreign, index, kind)))
+            stack.enter_context(node.do(lambda: Link.attach(foreign, index, kind)))
         agent.sync()
         node.ip("link del cali0")
-        assert len(node.inside(agent.devices.remove)) == 8
-        assert node.inside(agent.devices.remove) == ()
+        assert len(node.do(agent.devices.remove)) == 8
+        assert node.do(agent.devices.remove) == ()
         assert agent.devices.status() == DeviceReport()
         assert list(node.folder.iterdir()) == []
         assert [node.qdiscs(name) for name in ("up0", "here", "far", "cni0")] == ["clsact", "", "", ""]
@@ -396,14 +394,3 @@ def test_remove_leaves_only_foreign_attachments(node: Net, agent: Agent):
         others = [] if lacking("tcx") else [program_id(foreign)]
         assert node.tcx(Direction.INGRESS, "up0") == others
         assert node.filters(Direction.INGRESS, "up0") == []
-
-
-@needs("tcx")
-def test_remove_detaches_both_methods_of_an_earlier_agent(node: Net, kit: Kit):
-    Agent(node, kit, AttachMethod.CLSACT, patterns=("up0",)).sync()
-    (node.folder / "devices").rename(node.folder / "lost")  # as if the pin folder were lost
-    with idle() as other:
-        Agent(node, kit, AttachMethod.TCX).sync(lambda *_: other)
-        assert len(node.inside(DeviceAttachments(node.folder).remove)) == 10
-    assert node.filters(Direction.INGRESS, "up0") == []
-    assert node.tcx(Direction.INGRESS, "up0") == []

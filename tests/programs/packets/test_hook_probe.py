@@ -21,15 +21,15 @@ from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.programs import hook_probe
 from kbpf.dataplane.bpf.programs.hook_probe import ProbeOutcome
-from kbpf.kernel.bpf.clsact import Direction, Filter
+from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
 from kbpf.kernel.bpf.uapi import BPF_F_BEFORE
 from kbpf.kernel.net.devices import list_devices
-from kbpf.kernel.net.uapi import NLM_F_EXCL
 from kbpf.model.address import parse_addr
-from tests.programs.node.test_hooks_verified import WEB, run_in_new_namespaces
+from tests.programs.packets.tc.net import filter_of_others
 from tests.programs.packets.tc.net import idle as returning
+from tests.support.alone import alone, make_uplink, serve
 from tests.support.features import lacking, needs
 from tests.support.lab.lab import ip, until
 from tests.support.plane import Site
@@ -74,15 +74,9 @@ def tcx(ifindex: int, row: Row, program: Program) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def clsact(ifindex: int, row: Row, program: Program) -> Iterator[None]:
+def clsact(ifindex: int, row: Row, program: Program) -> contextlib.AbstractContextManager[None]:
     # priority 1: the newest of this priority runs first
-    priority = 1 if row.in_front else 9
-    place = Filter("bpf", priority, socket.htons(3), 7, row.name, 0)
-    with TcAttacher(Path("/nowhere"), AttachMethod.CLSACT) as kernel:
-        kernel._filters._write(ifindex, row.direction, program, place, NLM_F_EXCL)
-        yield
-        kernel._filters._delete(ifindex, row.direction, place)
+    return filter_of_others(ifindex, row.direction, program, 1 if row.in_front else 9)
 
 
 def probe_all(site: Site) -> dict[tuple[Direction, int], ProbeOutcome]:
@@ -102,16 +96,9 @@ def probe_all(site: Site) -> dict[tuple[Direction, int], ProbeOutcome]:
 
 def started(site: Site, method: AttachMethod) -> None:
     """Starts an agent that does not move its programs before others: the probes would miss them."""
+    make_uplink(method)
     device_thread.RESYNC_INTERVAL_S = device_thread.FILTER_DELAY_S = 600.0
-    if method is AttachMethod.CLSACT:
-        from kbpf.kernel.bpf import tc
-        from kbpf.kernel.probe_result import Probe
-
-        tc.probe_tcx = lambda: Probe(False, "switched off by the test")
-    ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
-    plane = site.open(packet_path=True, devices=("up0",))
-    plane.apply(WEB, None)
-    until("all devices were processed", lambda: plane.status().ready)
+    serve(site)
 
 
 METHODS = [
@@ -121,29 +108,28 @@ METHODS = [
 
 
 @pytest.mark.parametrize(("method", "attach"), METHODS)
+@alone
 def test_probe_names_the_program_that_keeps_packets_from_ours(
     site: Site, method: AttachMethod, attach: Callable[..., contextlib.AbstractContextManager[None]]
 ):
-    def story() -> None:
-        started(site, method)
-        index = socket.if_nametoindex("up0")
-        assert len(probe_all(site)) == 4
-        for row in ROWS:
-            assert all(outcome.reached for outcome in probe_all(site).values()), row
-            with returning(row.name, row.result) as program, attach(index, row, program):
-                for (direction, family), outcome in probe_all(site).items():
-                    takes = row.taken if method is AttachMethod.TCX else row.filter_takes
-                    taken = takes and direction is row.direction
-                    assert outcome.reached is not taken, (row, direction, family)
-                    if taken:
-                        assert outcome.taker.program_id == program.read_info().id
-                        assert outcome.result == row.result
-                    else:
-                        assert outcome.taker is None
-
-    run_in_new_namespaces(story)
+    started(site, method)
+    index = socket.if_nametoindex("up0")
+    assert len(probe_all(site)) == 4
+    for row in ROWS:
+        assert all(outcome.reached for outcome in probe_all(site).values()), row
+        with returning(row.name, row.result) as program, attach(index, row, program):
+            for (direction, family), outcome in probe_all(site).items():
+                takes = row.taken if method is AttachMethod.TCX else row.filter_takes
+                taken = takes and direction is row.direction
+                assert outcome.reached is not taken, (row, direction, family)
+                if taken:
+                    assert outcome.taker.program_id == program.read_info().id
+                    assert outcome.result == row.result
+                else:
+                    assert outcome.taker is None
 
 
+@alone
 def test_probe_disturbs_nobody(site: Site):
     """No packet gets past the IP stack of this node or of its neighbour."""
 
@@ -152,29 +138,26 @@ def test_probe_disturbs_nobody(site: Site):
         names, values = (line.split()[1:] for line in lines if line.startswith("Ip:"))
         return dict(zip(names, map(int, values), strict=True))
 
-    def story() -> None:
-        started(site, AttachMethod.CLSACT if lacking("tcx") else AttachMethod.TCX)
-        ip("addr add 192.0.2.1/24 dev up0")
-        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0003)) as wire:
-            wire.bind(("up1", 0x0003))
-            before = counters()
-            assert all(outcome.reached for outcome in probe_all(site).values())
-            after = counters()
-            frames: list[bytes] = []
+    started(site, AttachMethod.CLSACT if lacking("tcx") else AttachMethod.TCX)
+    ip("addr add 192.0.2.1/24 dev up0")
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0003)) as wire:
+        wire.bind(("up1", 0x0003))
+        before = counters()
+        assert all(outcome.reached for outcome in probe_all(site).values())
+        after = counters()
+        frames: list[bytes] = []
 
-            def is_through() -> bool:
-                frames.extend(each for each in iter_frames(wire) if each[12:14] == b"\x08\x00")
-                return bool(frames)
+        def is_through() -> bool:
+            frames.extend(each for each in iter_frames(wire) if each[12:14] == b"\x08\x00")
+            return bool(frames)
 
-            until("it has reached the neighbour", is_through)
-        assert after["InDelivers"] == before["InDelivers"]
-        assert after["ForwDatagrams"] == before["ForwDatagrams"]
-        assert after["ReasmReqds"] == before["ReasmReqds"]
-        assert after["OutRequests"] == before["OutRequests"], "nothing is answered"
-        (frame,) = frames
-        assert frame[:6] == frame[6:12], "to the device itself, so that no switch forwards it"
-
-    run_in_new_namespaces(story)
+        until("it has reached the neighbour", is_through)
+    assert after["InDelivers"] == before["InDelivers"]
+    assert after["ForwDatagrams"] == before["ForwDatagrams"]
+    assert after["ReasmReqds"] == before["ReasmReqds"]
+    assert after["OutRequests"] == before["OutRequests"], "nothing is answered"
+    (frame,) = frames
+    assert frame[:6] == frame[6:12], "to the device itself, so that no switch forwards it"
 
 
 def iter_frames(wire: socket.socket) -> Iterator[bytes]:
@@ -184,56 +167,28 @@ def iter_frames(wire: socket.socket) -> Iterator[bytes]:
             yield wire.recv(2048)
 
 
-def test_only_one_of_many_alike_pod_devices_is_probed():
-    from kbpf.dataplane.bpf.programs.hook_probe import Point, select_representative
-    from kbpf.kernel.bpf.tc import Runner
-    from kbpf.kernel.net.devices import Device
-
-    ours, policy, other = Runner(1, "tcx", True), Runner(2, "tcx", False), Runner(3, "tcx", False)
-    names = {1: "tc_ingress", 2: "policy", 3: "policy", 4: "other"}
-
-    def point(number: int, *programs: Runner, up: bool = True) -> Point:
-        return Point(Device(number, f"dev{number}", up=up), Direction.INGRESS, programs)
-
-    points = [
-        point(1, ours),
-        point(2, ours),
-        point(11, ours),
-        point(12, policy, ours),
-        point(13, other, ours),
-        point(14, ours, policy),
-        point(15, policy, ours, up=False),
-    ]
-    selected = select_representative(points, names, host=(1, 2))
-    assert [chosen.device.ifindex for chosen in selected] == [1, 2, 12, 14]
-    many = [point(number, ours) for number in range(1, 200)]
-    assert len(select_representative(many, names, range(1, 200))) == 2 * hook_probe.MAX_PROBED
-
-
 @needs("tcx")
+@alone
 def test_check_says_which_hooks_are_not_reached(site: Site):
-    def story() -> None:
-        started(site, AttachMethod.TCX)
-        index = socket.if_nametoindex("up0")
+    started(site, AttachMethod.TCX)
+    index = socket.if_nametoindex("up0")
 
-        def rows() -> list[tuple[str, str, str]]:
-            inspection = snapshot.read(site.pins, attached_checks.NEEDS)
-            return [(r.name, r.result, r.detail) for r in neighbours.packet_rows(inspection)]
+    def rows() -> list[tuple[str, str, str]]:
+        inspection = snapshot.read(site.pins, attached_checks.NEEDS)
+        return [(r.name, r.result, r.detail) for r in neighbours.packet_rows(inspection)]
 
-        working = "kbpf's programs see them at ingress and egress; tried on 1 devices"
-        assert rows() == [("packets", "yes", working)]
-        for direction in Direction:
-            row = Row("theirs", OK, True, direction, True, True)
-            with returning("theirs", OK) as program, tcx(index, row, program):
-                number = program.read_info().id
-                assert rows() == [
-                    (
-                        f"packets at {direction} of up0",
-                        "no",
-                        f"theirs (id {number}, tcx) runs before kbpf's program and returned 0 "
-                        "(TC_ACT_OK), so kbpf's program did not see the packet",
-                    )
-                ]
-        assert rows() == [("packets", "yes", working)]
-
-    run_in_new_namespaces(story)
+    working = "kbpf's programs see them at ingress and egress; tried on 1 devices"
+    assert rows() == [("packets", "yes", working)]
+    for direction in Direction:
+        row = Row("theirs", OK, True, direction, True, True)
+        with returning("theirs", OK) as program, tcx(index, row, program):
+            number = program.read_info().id
+            assert rows() == [
+                (
+                    f"packets at {direction} of up0",
+                    "no",
+                    f"theirs (id {number}, tcx) runs before kbpf's program and returned 0 "
+                    "(TC_ACT_OK), so kbpf's program did not see the packet",
+                )
+            ]
+    assert rows() == [("packets", "yes", working)]

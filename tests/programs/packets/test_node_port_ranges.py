@@ -3,16 +3,13 @@
 by sockets.
 """
 
-import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from kbpf.dataplane.bpf.maps.layout import Reason, Role, unpack_source_range
-from kbpf.kernel.system import netns
 from kbpf.model.desired import DesiredState, FrontendKind, ServiceState
 from kbpf.model.objects import Protocol
 from kbpf.source.decode.fields import parse_cidr
@@ -24,7 +21,7 @@ from tests.programs.packets.path.single_packets import (
     masquerading,
     serving_node,
 )
-from tests.support.lab.lab import ip
+from tests.support.lab.namespace import made
 from tests.support.packets.packets import tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT
 from tests.support.plane import LOCAL, Site, desired, make_local, picks, service, services, sites
@@ -64,18 +61,15 @@ def test_map_of_ranges_follows_the_setting(site: Site):
 
 def test_sockets_of_the_node_are_allowed_and_those_of_pods_left_to_the_packet_path(artifact_cache: Path):
     state = restricted(service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{LOCAL[0]}:80", Protocol.UDP))
-    home, other = (f"kbpo{os.getpid()}{letter}" for letter in "hp")
-    with ExitStack() as own:
-        for name in (home, other):
-            ip(f"netns add {name}")
-            own.callback(ip, f"netns del {name}")
-            make_local(name)
-        ip(f"link add pod netns {home} type veth peer name eth0 netns {other}")
-        site = own.enter_context(sites(artifact_cache))(node=home)
+    with made() as home, made() as other, sites(artifact_cache) as make:
+        for each in (home, other):
+            make_local(each.name)
+        home.ip(f"link add pod type veth peer name eth0 netns {other.name}")
+        site = make(node=home.name)
         plane = site.open(node_port_source_ranges=RANGES)
-        netns.run_in(Path("/run/netns") / home, lambda: plane.apply(desired(state, nodes=NODE[4]), None))
-        assert picks(site.place("host", home), f"{NODE[4]}:30080") == [LOCAL[0]]
-        pod_place, before = site.place("pod", other), site.reasons()[Reason.NEEDS_SOURCE]
+        site.do(lambda: plane.apply(desired(state, nodes=NODE[4]), None))
+        assert picks(site.place("host", home.name), f"{NODE[4]}:30080") == [LOCAL[0]]
+        pod_place, before = site.place("pod", other.name), site.reasons()[Reason.NEEDS_SOURCE]
         assert picks(pod_place, f"{NODE[4]}:30080") == ["ENETUNREACH"]
         assert site.reasons()[Reason.NEEDS_SOURCE] == before + 1
         assert picks(pod_place, "10.96.0.1:80") == [LOCAL[0]]
@@ -83,9 +77,9 @@ def test_sockets_of_the_node_are_allowed_and_those_of_pods_left_to_the_packet_pa
 
 @pytest.fixture(scope="module")
 def path(artifact_cache: Path) -> Iterator[Path_]:
-    with serving_node(artifact_cache, "n", masquerading(world()), node_port_source_ranges=RANGES) as made:
-        made.set_loopback_role(Role.HOST)
-        yield made
+    with serving_node(artifact_cache, "n", masquerading(world()), node_port_source_ranges=RANGES) as path:
+        path.set_loopback_role(Role.HOST)
+        yield path
 
 
 CLIENTS = {

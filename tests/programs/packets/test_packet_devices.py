@@ -2,7 +2,6 @@
 """The data plane and its device thread: the order of their steps when programs are replaced."""
 
 import errno
-import os
 import shutil
 import socket
 import threading
@@ -12,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,18 +20,18 @@ from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.programs import compile
-from kbpf.errors import CompileError, KernelError
+from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.tc import Attachment, TcAttacher
-from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.objects import Protocol
 from tests.programs.packets.tc.net import programs_on_devices
-from tests.support.lab.lab import PATIENCE, ip, until
+from tests.support.lab.lab import PATIENCE, until
+from tests.support.lab.namespace import Namespace
 from tests.support.plane import SIZES, Site, desired, map_ids_read_by, service, sites, size_maps
+from tests.support.stub_programs import refuse_to_compile
 
 START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
 
@@ -41,8 +41,8 @@ class Node:
     fails.
     """
 
-    def __init__(self, name: str, site: Site) -> None:
-        self.name, self.site = name, site
+    def __init__(self, site: Site) -> None:
+        self.site = site
         self.slow = self.broken = ""
         self.reached, self.resume = threading.Event(), threading.Event()
         self.plane = self.open()
@@ -54,7 +54,7 @@ class Node:
     def apply(self, count: int, to: str) -> None:
         """Applies so many Services with these endpoints."""
         state = desired(*(service(f"s{i:04}", f"10.96.0.{i + 1}:80", to) for i in range(count)))
-        netns.run_in(Path("/run/netns") / self.name, lambda: self.plane.apply(state, None))
+        self.site.do(lambda: self.plane.apply(state, None))
 
     def serve(self) -> dict[str, set[int]]:
         """Serves until all devices have their programs, which are returned."""
@@ -72,8 +72,7 @@ class Node:
 
     def attached(self) -> dict[str, set[int]]:
         """Ids of the attached programs, by device."""
-        devices = self.site.pins / "devices"
-        return netns.run_in(Path("/run/netns") / self.name, lambda: programs_on_devices(devices))
+        return self.site.do(lambda: programs_on_devices(self.site.pins / "devices"))
 
     def failed(self) -> list[str]:
         """The devices that the status reports as failed."""
@@ -119,17 +118,13 @@ class Node:
 
 
 @pytest.fixture
-def node(artifact_cache: Path, monkeypatch) -> Iterator[Node]:
+def node(artifact_cache: Path, namespace: Namespace, stub_programs: None, monkeypatch) -> Iterator[Node]:
     size_maps(monkeypatch, **START)
     monkeypatch.setattr(device_thread, "RETRY_DELAY_S", 0.1)
     monkeypatch.setattr(device_thread, "PUBLISH_STALL_TIMEOUT_S", 4 * PATIENCE)
-    where = f"kbpd{os.getpid()}"
-    with ExitStack() as stack:
-        ip(f"netns add {where}")
-        stack.callback(ip, f"netns del {where}")
-        ip("link add here type veth peer name far", netns=where)
-        make = stack.enter_context(sites(artifact_cache))
-        made = Node(where, make(node=where))
+    namespace.ip("link add here type veth peer name far")
+    with sites(artifact_cache) as make, ExitStack() as stack:
+        made = Node(make(node=namespace.name))
         stack.callback(made.resume.set)
         attach = TcAttacher.attach
 
@@ -146,41 +141,9 @@ def node(artifact_cache: Path, monkeypatch) -> Iterator[Node]:
         yield made
 
 
-def test_writer_continues_while_a_device_is_slow(node: Node):
-    node.slow = "here"
-    node.apply(3, "10.0.0.1:80")
-    assert node.reached.wait(PATIENCE)
-    assert not node.plane.status().ready
-    node.apply(3, "10.0.0.2:80")
-    shown = node.site.dump()["frontends"]
-    assert {str(each["cluster"]) for each in shown.values()} == {"['10.0.0.2:80/TCP']"}
-    assert not node.plane.status().ready
-    node.resume.set()
-    node.until_ready()
-    assert node.attached().keys() == {"here", "far"}
-
-
 def endpoints(count: int, network: int) -> str:
     """Enough endpoints to make the maps of backends grow, but not those of frontends."""
     return " ".join(f"10.0.{network}.{number}:80" for number in range(1, count + 1))
-
-
-def test_growth_involves_no_device(node: Node, monkeypatch):
-    """Maps grow although one device would wait, another refuses and no program can be loaded."""
-    old = node.serve()
-    node.slow, node.broken = "here", "far"
-
-    def refuse(name: str, *arguments: object) -> Program:
-        raise KernelError("no room", name, errno=errno.ENOMEM)
-
-    monkeypatch.setattr(Program, "load", refuse)
-    for count, to in ((100, "10.0.0.2:80"), *((3, endpoints(30 * n, n)) for n in (2, 3, 4))):
-        node.apply(count, to)
-        assert len(node.site.dump()["frontends"]) == count
-        assert node.incomplete_frontends() == []
-        assert node.uses_pinned_maps()
-    assert not node.reached.is_set()
-    assert (node.attached(), node.failed(), node.old_programs()) == (old, [], [])
 
 
 # ---- new programs over other maps -------------------------------------------------------------
@@ -286,15 +249,7 @@ def no_compiler(begun: Node, monkeypatch) -> Callable[[], None]:
     """The packet programs cannot be compiled from the next start on, until the fixture is
     called.
     """
-    obtain, gone = compile.find_or_compile, [True]
-
-    def refuse(unit: str, cache: Path) -> Any:
-        if gone and unit == "tc":
-            raise CompileError("no such header", "tc.c", "install it")
-        return obtain(unit, cache)
-
-    monkeypatch.setattr(compile, "find_or_compile", refuse)
-    return gone.clear
+    return refuse_to_compile(monkeypatch, "tc")
 
 
 @pytest.fixture
@@ -339,11 +294,7 @@ def test_programs_with_another_map_layout_are_detached_after_apply(
     node.open()
     assert node.attached() == old, "they serve until the maps are filled"
     if not works:
-
-        def refuse(*_: object) -> None:
-            raise KernelError("broken by hand", errno=errno.EIO)
-
-        monkeypatch.setattr(TcAttacher, "detach", refuse)
+        monkeypatch.setattr(TcAttacher, "detach", Mock(side_effect=KernelError("broken by hand", errno=errno.EIO)))
     node.apply(3, "10.0.0.2:80")
     assert node.attached() == ({} if works else old)
     assert node.site.use_pinned_maps(node.site.hook_programs().values())

@@ -120,13 +120,6 @@ def start(bench: Bench, accounting: Accounting = Accounting.FULL, **more: object
     return plane
 
 
-def empty(site: Site, name: str) -> None:
-    """Deletes all entries of this map."""
-    with site.pinned(name) as held:
-        for key in site.entries(name):
-            held.delete(key)
-
-
 def recorded(bench: Bench) -> list[failures.FailureRow]:
     """The failures of the clients `client` and `two`."""
     rows = failures.build_rows(snapshot.read(bench.site.pins, failures.NEEDS))

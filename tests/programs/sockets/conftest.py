@@ -4,14 +4,13 @@ connections that are counted.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.programs.sockets import account
 from tests.support.lab import namespace as namespaces
 from tests.support.lab.lab import Node, Place, ip, until
-from tests.support.plane import Site, make_local, sites, start_within, within
+from tests.support.plane import Site, make_local, start_within, within
 
 
 @pytest.fixture
@@ -24,12 +23,11 @@ def client(site: Site) -> Iterator[Place]:
 
 
 @pytest.fixture(scope="module")
-def bench(node: Node, artifact_cache: Path) -> Iterator[account.Bench]:
+def bench(node: Node, shared_site: Site) -> Iterator[account.Bench]:
     """Its servers run until the end of the file; no agent has started yet."""
     client, one, two = (node.pod(name) for name in ("client", "one", "two"))
     two.serve(8080)
     join_server = start_within(one, account.serve)
-    with sites(artifact_cache) as make:
-        yield account.Bench(make(cgroup=node.cgroup, node=node.netns), client, one, two)
+    yield account.Bench(shared_site, client, one, two)
     until("the servers are ended", lambda: within(one, account.quit_servers))
     join_server()

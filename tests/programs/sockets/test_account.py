@@ -28,7 +28,6 @@ from kbpf.dataplane.bpf.map_metrics import (
     SWEEP_INTERVAL_S,
     ConnectionCount,
     MapCollector,
-    select_over_share,
 )
 from kbpf.dataplane.bpf.maps.layout import (
     COUNTS,
@@ -40,7 +39,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     U32_PAIR,
     Target,
     unpack_latencies,
-    unpack_service_name,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
@@ -61,7 +59,6 @@ from tests.programs.sockets.account import (
     REPLY,
     REQUEST,
     Bench,
-    empty,
     fair,
     opened,
     recorded,
@@ -72,7 +69,7 @@ from tests.support.features import needs
 from tests.support.lab.events import read, watched
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.plane import Site, desired, flush, service, within
-from tests.support.table import each_cells, table
+from tests.support.table import table
 
 SOCK_OPS = 3
 """The attach type of a sock_ops link."""
@@ -86,7 +83,7 @@ def served(bench: Bench) -> Bench:
 
 def read_counts(site: Site) -> dict[tuple[str, str], ConnectionStats]:
     """The counters by Service name and backend."""
-    names = {U32.unpack(k)[0]: unpack_service_name(raw).name for k, raw in site.entries("service_names").items()}
+    names = {number: port.name for number, port in site.service_ports().items()}
     addresses = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}
     for key, raw in site.entries("backends").items():
         target = Target.unpack(raw)
@@ -177,8 +174,8 @@ def test_connection_is_counted_and_seen(bench: Bench, row: Connection, accountin
     events: list[EventRow] = []
 
     def is_made() -> bool:
-        empty(site, "failures")
-        empty(site, "affinity")
+        site.clear("failures")
+        site.clear("affinity")
         before.clear()
         before.update(read_counts(site))
         with watched(site) as monitor:
@@ -225,7 +222,7 @@ def test_round_trip_time_is_measured(served: Bench):
 def test_connection_to_a_plain_address_adds_nothing(served: Bench):
     wait_for(lambda: served.site.entries("sock_peers"), {})  # of earlier tests
     before = read_counts(served.site)
-    empty(served.site, "failures")
+    served.site.clear("failures")
     with watched(served.site) as monitor:
         within(served.client, lambda: (fair(served.one.ip, FAIR), refused(served.one.ip, NOBODY)))
         assert read(monitor) == []
@@ -258,7 +255,7 @@ def hooks_of(site: Site) -> set[str]:
 def test_accounting_off_counts_and_keeps_nothing(bench: Bench):
     start(bench, Accounting.OFF)
     assert "sock_ops" not in hooks_of(bench.site)
-    empty(bench.site, "failures")
+    bench.site.clear("failures")
     before = read_counts(bench.site)
     bench.act("fair", "10.96.0.1:80")
     bench.act("refused", "10.96.0.7:80")
@@ -323,7 +320,7 @@ def put_stats(site: Site, name: str | int, backend: str | int, **total: int) -> 
 
 def ids(site: Site) -> tuple[dict[str, int], dict[str, int]]:
     """Ids of Services by name, and of backends by port."""
-    names = {unpack_service_name(raw).name: U32.unpack(k)[0] for k, raw in site.entries("service_names").items()}
+    names = {port.name: number for number, port in site.service_ports().items()}
     return names, {f"{Target.unpack(raw).port}": U32.unpack(k)[0] for k, raw in site.entries("backends").items()}
 
 
@@ -454,7 +451,7 @@ def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
     site, limit = bench.site, 100
     sizes = MapSizes(affinity=4096, connections=4096, counts=limit)
     start(bench, sizes=sizes)
-    empty(site, "counts")
+    site.clear("counts")
     put_stats(site, "dns", 2_000_000, opened=7)
     for number in range(1, limit):
         put_stats(site, "fair", 1_000_000 + number, opened=1)
@@ -471,36 +468,13 @@ def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
     assert [total.opened for key, total in read_counts(site).items() if key[0] == "rude"] == [1]
     totals = dict(MapCollector(Pins(site.pins), config, lambda: 0.0).count(lambda: None).totals)
     assert totals[name_of("fair")].opened == limit
-    empty(site, "counts")
+    site.clear("counts")
     start(bench)
 
 
-@each_cells(
-    "entries, chosen",
-    """
-three quarters full: no port      | a/1=75
-one namespace: its largest port   | a/1=60 a/2=30                      | 1
-other namespaces keep theirs      | a/1=50 a/2=30 b/3=10 c/4=10        | 1
-as many ports as needed           | a/1=20 a/2=20 a/3=20 a/4=20 a/5=16 | 3 4
-two namespaces fill the map       | a/1=50 b/2=50                      | 1
-""",
-)
-def test_service_ports_over_their_share_are_summed_up(entries, chosen):
-    """Entries of Service ports, ``namespace/id=entries``, out of 100; which of the ports are summed up."""
-    found = re.findall(r"(\w)/(\d+)=(\d+)", entries)
-    ports = {int(number): (namespace, int(size)) for namespace, number, size in found}
-    total = sum(size for _, size in ports.values())
-    assert sorted(select_over_share(ports, total, 100)) == sorted(map(int, chosen.split()))
-
-
-def test_ports_of_one_entry_are_not_summed_up():
-    assert select_over_share(dict.fromkeys(range(100), ("a", 1)), 100, 100) == []
-
-
 def read_latencies(site: Site) -> dict[str, ServiceLatencies]:
-    names, _ = ids(site)
-    by_id = {number: name for name, number in names.items()}
-    return {by_id[U32.unpack(key)[0]]: unpack_latencies(raw) for key, raw in site.entries("latencies").items()}
+    ports = site.service_ports()
+    return {ports[U32.unpack(key)[0]].name: unpack_latencies(raw) for key, raw in site.entries("latencies").items()}
 
 
 def values_of(latency: Latency) -> int:
@@ -542,7 +516,7 @@ def test_connections_without_packets_and_refused_ones_have_no_latency(served: Be
 def test_full_map_measures_no_new_services(served: Bench):
     site = served.site
     size = MAPS["latencies"].entries
-    empty(site, "latencies")
+    site.clear("latencies")
     with site.pinned("latencies") as latencies:
         keys = struct.pack(f"={size}I", *range(1 << 30, (1 << 30) + size))
         latencies.update_batch(keys, bytes(LATENCIES.size * size))

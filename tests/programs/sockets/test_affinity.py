@@ -7,9 +7,7 @@ The backends are addresses on each namespace's own loopback (see support/plane.p
 import socket
 import struct
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +27,6 @@ from tests.support.plane import (
     pick,
     picks,
     service,
-    sites,
     start_within,
     within,
 )
@@ -75,13 +72,11 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def whole(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    one, two = node.pod("one"), node.pod("two")
-    for netns in (node.netns, one.netns, two.netns):
-        make_local(netns)
-    with sites(artifact_cache) as make:
-        site = make(cgroup=node.cgroup, node=node.netns)
-        yield Bench(node, site, site.open(), node.host, node.host_network_pod("host pod"), one, two)
+def whole(local_node: Node, shared_site: Site) -> Bench:
+    node, one, two = local_node, local_node.pod("one"), local_node.pod("two")
+    for pod in (one, two):
+        make_local(pod.netns)
+    return Bench(node, shared_site, shared_site.open(), node.host, node.host_network_pod("host pod"), one, two)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, Place, ip, settled
-from tests.support.plane import Site, desired, services, sites, within
+from tests.support.plane import Site, desired, services, within
 from tests.support.table import each_row, table
 
 MPTCP = 262
@@ -45,7 +45,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
+def bench(node: Node, shared_site: Site) -> Iterator[Bench]:
     pods = {name: node.pod(name) for name in ("pod", "one", "two")}
     ip(f"addr add {ALONE}/32 dev lo", f"addr add {ALONE6}/128 dev lo nodad", netns=node.netns)
     settled(node.netns, ALONE6)
@@ -54,10 +54,8 @@ def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
     pods["pod"].serve(30080, udp=(30080,))  # on its own loopback too
     node.host.serve(7000, 30099)
     outsider = Place("outsider", pods["pod"].netns, None)  # the pod's network, not its cgroup
-    with sites(artifact_cache) as make:
-        site = make(cgroup=node.cgroup, node=node.netns)
-        site.start(world(pods, node))
-        yield Bench(node, site, {**pods, "host": node.host, "outsider": outsider})
+    shared_site.start(world(pods, node))
+    yield Bench(node, shared_site, {**pods, "host": node.host, "outsider": outsider})
     outsider.close()
 
 
@@ -75,6 +73,8 @@ outer     10.96.0.6:80 NodePort=0.0.0.0:30086 LoadBalancer=192.0.2.6:80 External
 serving   10.96.0.7:80 -> internal=Local serving=one
 guarded   10.96.0.8:80 LoadBalancer={ALONE}:7000 -> one ranges=203.0.113.0/24
 empty-dns:UDP 10.96.0.9:53
+empty-dns6:UDP [fd00:96::9]:53
+elsewhere-dns:UDP 10.96.0.4:53 -> one internal=Local
 taken     ExternalIP={ALONE}:7001 -> one
 shadow    NodePort=0.0.0.0:30099 ExternalIP={ALONE}:80 -> one
 """
@@ -164,6 +164,18 @@ NodePort on a foreign address                | host | {pod}:30080              |
 no IPv6 NodePort of an IPv4 Service          | host | [{node6}]:30099          | host-1       | NOT_A_SERVICE
 restricted LB VIP is left to the packet path | pod  | 198.51.100.1:7000        | host-1       | NEEDS_SOURCE
 restriction is not for the ClusterIP         | pod  | 10.96.0.8:80             | one          | TRANSLATED
+sendto: ClusterIP                            | pod  | 10.96.0.1:80             | two          | TRANSLATED    | sendto
+sendto: ClusterIP, host                      | host | 10.96.0.1:80             | two          | TRANSLATED    | sendto
+sendto: ClusterIP, IPv6                      | pod  | [fd00:96::1]:80          | two          | TRANSLATED    | sendto
+sendto: ClusterIP, v4-mapped                 | pod  | [::ffff:10.96.0.1]:80    | two          | TRANSLATED    | sendto
+sendto: NodePort                             | pod  | {node}:30080             | two          | TRANSLATED    | sendto
+sendto: NodePort on loopback                 | host | 127.0.0.1:30080          | two          | TRANSLATED    | sendto
+sendto: no endpoints                         | pod  | 10.96.0.9:53             | ECONNREFUSED | NO_ENDPOINTS  | sendto
+sendto: no endpoints, v4-mapped              | pod  | [::ffff:10.96.0.9]:53    | ECONNREFUSED | NO_ENDPOINTS  | sendto
+sendto: no endpoints, IPv6                   | pod  | [fd00:96::9]:53          | ECONNREFUSED | NO_ENDPOINTS  | sendto
+sendto: internal Local, elsewhere            | pod  | 10.96.0.4:53             | ETIMEDOUT | NO_LOCAL_ENDPOINTS | sendto
+sendto: a plain address                      | pod  | {two}:8080               | two          | NOT_A_SERVICE | sendto
+sendto: a plain v4-mapped address            | pod  | [::ffff:{two}]:8080      | two          | NOT_A_SERVICE | sendto
 """,
 )
 
@@ -195,10 +207,13 @@ def test_dial(bench: Bench, row: Dial):
     before = bench.site.reasons()
     client = bench[row.client]
     with bench.site.telling():
-        answer = client.tcp(host, port) if row.protocol == "tcp" else client.udp(host, port, connected=True)
+        if row.protocol == "tcp":
+            answer = client.tcp(host, port)
+        else:
+            answer = client.udp(host, port, connected=row.protocol == "udp")
     counted = bench.site.reasons() - before
     del counted[Reason.REVERSED]  # getpeername() and recvfrom()
-    if row.protocol == "udp":  # replies and packets of v4-mapped sockets pass hooks, too
+    if row.protocol != "tcp":  # replies and packets of v4-mapped sockets pass hooks, too
         assert counted.pop(NONE, 0) >= (row.why is NONE)
     if row.gets in errno.errorcode.values():
         assert answer.get("error") == row.gets, str(answer)
@@ -259,12 +274,10 @@ def test_nonblocking_socket_can_connect_after_a_refusal(bench: Bench):
 @contextlib.contextmanager
 def config_flag(bench: Bench, flag: ConfigFlag) -> Iterator[None]:
     """Sets this flag in the hooks' configuration, too."""
-    with bench.site.pinned("config") as config:
-        before = config.lookup(bytes(4)) or b""
-        netns, flags, share = CONFIG.unpack(before)
-        config.update(bytes(4), CONFIG.pack(netns, flags | flag, share))
+    with bench.site.restored("config"):
+        netns, flags, share = CONFIG.unpack(bench.site.entries("config")[bytes(4)])
+        bench.site.put("config", bytes(4), CONFIG.pack(netns, flags | flag, share))
         yield
-        config.update(bytes(4), before)
 
 
 def own_address(host: str, port: int, protocol: int = 0) -> str:

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections that the agent makes itself show whether Services are translated."""
 
-import pytest
-
 from kbpf.dataplane.bpf.connection_probe import ConnectionProber
 from kbpf.dataplane.bpf.maps.layout import U32, U64
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.model.config import Config, SocketLb
+from kbpf.model.config import SocketLb
 from kbpf.model.metrics import ConnectionProbe
 from tests.support.lab.lab import Node
-from tests.support.plane import LOCAL, Site, desired, make_local, services, within
+from tests.support.plane import LOCAL, Site, desired, services, within
 
 WORLD = desired(
     *services(
@@ -23,12 +21,6 @@ far  10.96.1.3:82 NodePort=0.0.0.0:30082 -> internal=Local
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def routes(node: Node) -> None:
-    """The node has a route to each backend."""
-    make_local(node.netns)
-
-
 def flip(site: Site, port: int) -> None:
     key = U32.pack(port // 64)
     with site.pinned("frontend_ports") as map_:
@@ -36,7 +28,7 @@ def flip(site: Site, port: int) -> None:
         map_.update(key, U64.pack(word ^ 1 << port % 64))
 
 
-def test_a_connection_of_the_agent_shows_whether_services_are_translated(node_site: Site, node: Node):
+def test_a_connection_of_the_agent_shows_whether_services_are_translated(node_site: Site, local_node: Node):
     plane = node_site.open()
     plane.apply(WORLD, None)
     config = plane._config
@@ -52,7 +44,7 @@ def test_a_connection_of_the_agent_shows_whether_services_are_translated(node_si
         results.append(prober.probe())
         return results
 
-    before, broken, new, after = within(node.host, story)
+    before, broken, new, after = within(local_node.host, story)
     assert before == after == ConnectionProbe(1, ())
     assert broken is not None
     assert broken.tried == 1
@@ -63,12 +55,8 @@ def test_a_connection_of_the_agent_shows_whether_services_are_translated(node_si
     assert not node_site.entries("affinity")
 
 
-def test_nothing_is_tried_without_hooks(node_site: Site, node: Node):
+def test_nothing_is_tried_without_hooks(node_site: Site, local_node: Node):
     plane = node_site.open(socket_lb=SocketLb.OFF, packet_path=False)
     plane.apply(WORLD, None)
     prober = ConnectionProber(Pins(node_site.pins), plane._config)
-    assert within(node.host, prober.probe) is None
-
-
-def test_nothing_is_tried_without_maps(tmp_path):
-    assert ConnectionProber(Pins(tmp_path), Config()).probe() is None
+    assert within(local_node.host, prober.probe) is None

@@ -1,32 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cgroups are found for pods (kubelet's names: node/test_pods.py) and for patterns, and which
-of them are in the map.
+"""Which cgroups are found for pods (kubelet's names: tests/values/kernel/test_pods.py) and which of them are in the map
+(patterns: tests/values/dataplane/test_exemptions.py).
 """
 
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from kbpf.dataplane.bpf import attachments, exemptions
-from kbpf.dataplane.bpf.exemptions import Exemptions, find_matching
-from kbpf.dataplane.bpf.hooks import OPTIONAL_HELPERS
+from kbpf.dataplane.bpf import exemptions
+from kbpf.dataplane.bpf.exemptions import Exemptions
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconcilerStatus
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.programs import compile
-from kbpf.dataplane.bpf.programs.loader import missing_helpers
-from kbpf.errors import CompileError, KernelError
-from kbpf.kernel.bpf.uapi import BPF_FUNC_get_current_cgroup_id
+from kbpf.errors import KernelError
 from kbpf.model.config import SocketLb
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import Place, cgroup2, until
 from tests.support.lab.namespace import Namespace
 from tests.support.plane import HOOKS, LOCAL, Site, desired, picks, service
-from tests.support.table import pairs
+from tests.support.stub_programs import refuse_to_compile
 
 ONE, TWO = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f", "1f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
 
@@ -41,31 +38,6 @@ def tree(site: Site) -> Callable[[str], Path]:
         return folder
 
     return make
-
-
-CGROUPS = "system.slice system.slice/istio-a.service system.slice/istio-b.service system.slice/sshd.service \
-system.slice/sshd.service/istio mesh"
-PATTERNS = pairs("""\
-system.slice/istio* → system.slice/istio-a.service system.slice/istio-b.service
-system.slice/istio-a.service → system.slice/istio-a.service
-*istio* → system.slice/istio-a.service system.slice/istio-b.service system.slice/sshd.service/istio
-system.slice/istio-?.service mesh → system.slice/istio-a.service system.slice/istio-b.service mesh
-system.slice/istio-[b-z]* → system.slice/istio-b.service
-mesh → mesh
-mes →
-SYSTEM.slice →""")
-
-
-@pytest.mark.parametrize(("patterns", "matches"), PATTERNS)
-def test_patterns_match_cgroup_paths(site: Site, tree: Callable[[str], Path], patterns: str, matches: str, monkeypatch):
-    ids = {path: tree(path).stat().st_ino for path in CGROUPS.split()}
-    looked: list[str] = []
-    inside = exemptions._list_children
-    monkeypatch.setattr(exemptions, "_list_children", lambda root, at: looked.append(at) or inside(root, at))
-    found = {folder[:2] for folder in find_matching(site.cgroup, tuple(patterns.split()))}
-    assert found == {(path, ids[path]) for path in matches.split()}
-    if patterns == "mesh":
-        assert looked == [""], "folders below which nothing can match are not read"
 
 
 # ---- over time -----------------------------------------------------------------------------------
@@ -150,11 +122,8 @@ def test_full_map_is_reported_and_retried(site: Site, plane: BpfPlane, tree: Cal
     folder = tree(f"kubepods/pod{ONE}")
     run = Run(site, plane)
 
-    def full(*_: object) -> None:
-        raise KernelError("the map is full")
-
     with monkeypatch.context() as patch:
-        patch.setattr(plane._agent_maps, "put", full)
+        patch.setattr(plane._agent_maps, "put", Mock(side_effect=KernelError("the map is full")))
         run.exemptions.set_pods((ONE,), True, 0.0)
         (line,) = run.exemptions.problems(0.0)
         assert "some cgroups are not exempt yet" in line
@@ -228,21 +197,6 @@ def test_process_below_an_exempt_cgroup_is_not_translated(
         inside.close()
 
 
-def test_programs_without_optional_helpers_translate(site: Site, client: Place, monkeypatch):
-    """On a kernel without these helpers no process can be exempt."""
-    has = missing_helpers()
-    monkeypatch.setattr(attachments, "missing_helpers", lambda: frozenset(OPTIONAL_HELPERS))
-    plane = site.start(WORLD)
-    assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
-    raw = site.entries("config")[bytes(4)]
-    set_flag(plane)
-    site.put("exempt_cgroups", site.cgroup.stat().st_ino.to_bytes(8, "little"), bytes(4))
-    assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
-    assert not ConfigFlag(raw[8]) & ConfigFlag.SET_RETVAL
-    assert BPF_FUNC_get_current_cgroup_id not in has, "this kernel has them, so it was tried without"
-    assert {pin.name for pin in (site.pins / "links").iterdir()} == HOOKS
-
-
 def test_exemption_without_the_packet_path_is_reported(site: Site, tree: Callable[[str], Path]):
     below = site.cgroup.relative_to(cgroup2())
     tree("mesh")
@@ -262,12 +216,6 @@ def test_exemption_with_a_packet_path_that_fails_to_load_is_reported(
     exempt = (f"{site.cgroup.relative_to(cgroup2())}/mesh",)
     tree("mesh")
 
-    def refuse(unit: str, cache: Path) -> Any:
-        if unit == "tc":
-            raise CompileError("no such header", "tc.c", "install it")
-        return obtain(unit, cache)
-
-    obtain = compile.find_or_compile
     if exempt_before:
         earlier = start(socket_lb_exempt=exempt)
 
@@ -277,7 +225,7 @@ def test_exemption_with_a_packet_path_that_fails_to_load_is_reported(
 
         until("the packet path serves exempt sockets", flag_is_set)
         site.close_planes()
-    monkeypatch.setattr(compile, "find_or_compile", refuse)
+    refuse_to_compile(monkeypatch, "tc")
     plane = start(socket_lb_exempt=exempt)
 
     def reported() -> list[str]:

@@ -20,7 +20,7 @@ from kbpf.kernel.system import pods
 from kbpf.model.config import Accounting
 from kbpf.model.metrics import ConnectionStats, FailingBackend
 from kbpf.model.objects import Protocol
-from tests.programs.sockets.account import NOBODY, UDP_PORT, Bench, empty, fair, recorded, refused, reset, start
+from tests.programs.sockets.account import NOBODY, UDP_PORT, Bench, fair, recorded, refused, reset, start
 from tests.support.features import needs
 from tests.support.lab import prober
 from tests.support.lab.lab import PATIENCE, until
@@ -167,7 +167,7 @@ def test_a_tenant_alone_makes_no_backend_of_others_failing(bench: Bench, does, h
 @pytest.fixture
 def served(bench: Bench) -> Bench:
     start(bench, Accounting.CONNECTIONS)
-    empty(bench.site, "failures")
+    bench.site.clear("failures")
     return bench
 
 
@@ -180,7 +180,7 @@ def test_rejected_datagrams_of_a_socket_count_once_as_refused(served: Bench):
     """Each is recorded. But a socket that sends errors to itself must not make any backend look broken."""
     deaf = service("deaf", "10.96.0.9:53", f"{served.one.ip}:5353", Protocol.UDP)
     served.site.start(desired(deaf), accounting=Accounting.CONNECTIONS)
-    empty(served.site, "failures")
+    served.site.clear("failures")
     before = count_refused(served)
 
     def sends_often() -> None:
@@ -247,7 +247,3 @@ def test_failures_survive_the_agent(served: Bench):
     start(served, Accounting.CONNECTIONS)
     served.act("refused", "10.96.0.5:80")
     assert [row.count for row in recorded(served)] == [2]
-
-
-def test_nothing_is_known_without_maps(tmp_path):
-    assert FailingBackends(Pins(tmp_path)).find() is None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import U32, U64, Reason, unpack_ports
+from kbpf.dataplane.bpf.maps.layout import Reason, unpack_ports
 from kbpf.model.objects import Protocol
 from tests.support.lab.events import read, watched
 from tests.support.lab.lab import Place
@@ -61,16 +61,6 @@ def test_history_of_frontend_ports(site: Site, client: Place, name: str):
             assert ports(site) == set(map(int, step.ports.split()))
             for to, gets in (words.split() for words in step.dials.split(", ")):
                 assert picks(client, to) == [GETS[gets]], to
-
-
-def test_map_missing_in_an_older_version_is_filled_at_start(site: Site):
-    """The agent sets the bits before it attaches programs that read them."""
-    site.open().apply(state(BOTH), None)
-    with site.pinned("frontend_ports") as words:
-        for word in range(words.max_entries):
-            words.update(U32.pack(word), U64.pack(0))
-    site.open()
-    assert ports(site) == {53}
 
 
 def test_value_of_another_key_is_not_used(site: Site, client: Place):

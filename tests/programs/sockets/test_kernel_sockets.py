@@ -17,23 +17,6 @@ from kbpf.model.address import parse_addr
 from tests.support.features import IPPROTO_MPTCP, needs
 from tests.support.lab.lab import PATIENCE, Place
 from tests.support.plane import LOCAL, Site, desired, service, within
-from tests.support.table import pairs
-
-RELEASES = pairs("""\
-5.10.0-32-amd64 → no
-5.15.0-113-generic → no
-6.1.0-50-amd64 → no
-6.5.13 → no
-6.6.0 → yes
-6.12.117+deb13-amd64 → yes
-7.2.13+deb14-amd64 → yes
-10.0-rc1 → yes
-unknown → no""")
-
-
-@pytest.mark.parametrize(("release", "keeps"), RELEASES)
-def test_release_with_the_corrections(release: str, keeps: str):
-    assert keeps_addresses(release) is (keeps == "yes")
 
 
 def test_bit_is_found_on_kernels_without_the_corrections():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -24,7 +24,6 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Accounting
 from kbpf.model.inspection import EventFilter
 from kbpf.model.objects import Protocol
-from kbpf.model.reasons import Reason
 from kbpf.views.monitor import EventRow
 from kbpf.views.top import ClientCounts
 from tests.programs.sockets.account import FAIR, FLOOD, Bench, fair, refused, start
@@ -32,7 +31,7 @@ from tests.support.features import needs
 from tests.support.lab.events import RATE, left_behind, patient, read, watched
 from tests.support.lab.lab import PATIENCE, until
 from tests.support.plane import desired, service, sites, within
-from tests.support.table import each_line, table
+from tests.support.table import each_line
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,72 +57,18 @@ def test_nothing_is_written_while_no_command_watches(bench: Bench):
 
 def service_id(bench: Bench, name: str) -> int:
     """The id of this Service's port."""
-    rows = bench.site.entries("service_names").items()
-    (found,) = [U32.unpack(k)[0] for k, raw in rows if raw[64:].startswith(name.encode() + b"\0")]
-    return int(found)
+    (found,) = (number for number, port in bench.site.service_ports().items() if port.name == name)
+    return found
 
 
-def filters(bench: Bench, text: str) -> dict[str, Any]:
-    """The fields of an EventFilter: ``service=fair cgroup=client``."""
-    fields: dict[str, Any] = {}
-    for kind, _, value in (word.partition("=") for word in text.split()):
-        match kind:
-            case "service":
-                fields["services"] = frozenset({service_id(bench, value)})
-            case "frontend":
-                fields["frontends"] = frozenset({parse_addr(value)})
-            case "cgroup":
-                fields["cgroups"] = frozenset({bench.client.cgroup.stat().st_ino})
-            case "reason":
-                fields["reasons"] = frozenset({Reason[value]})
-            case "address":
-                fields[kind] = parse_addr(bench.one.ip if value == "one" else value)
-            case "port":
-                fields[kind] = int(value)
-    return fields
-
-
-class Filtered(NamedTuple):
-    """A filter, and whether each of three events passes: a connection of the client to `fair`, one
-    of the Pod `two` to `fair`, and one of the client to a port that `empty` does not have.
-    """
-
-    fields: str
-    first: bool
-    second: bool
-    third: bool
-
-
-FILTERS = table(
-    Filtered,
-    """
-                                 | yes | yes | yes
-service=fair                     | yes | yes | no
-service=empty frontend=10.96.0.7 | no  | no  | yes
-cgroup=client                    | yes | no  | yes
-address=10.96.0.1                | yes | yes | no
-address=one                      | yes | yes | no
-address=10.96.0.1 port=81        | no  | no  | no
-reason=UNKNOWN_PORT              | no  | no  | yes
-service=fair cgroup=client       | yes | no  | no
-""",
-)
-
-
-@needs("set_retval")
-def test_filters(bench: Bench):
-    with watched(bench.site) as monitor:
-        for place, does, number in ((bench.client, fair, 1), (bench.two, fair, 1), (bench.client, refused, 7)):
-            within(place, lambda does=does, number=number: does(f"10.96.0.{number}", 81 if number == 7 else 80))
-        events = list(monitor.read())
-    for row in FILTERS:
-        passes = list(map(EventFilter(**filters(bench, row.fields)).admits, events))
-        assert passes == [row.first, row.second, row.third], row
+def only(bench: Bench, name: str) -> EventFilter:
+    """Events of this Service."""
+    return EventFilter(services=frozenset({service_id(bench, name)}))
 
 
 def test_filter_applies_before_the_rate(bench: Bench):
     """Events that the filter leaves out do not count against the rate."""
-    with watched(bench.site, rate=1, **filters(bench, "service=fair")) as monitor:
+    with watched(bench.site, rate=1, admitted=only(bench, "fair")) as monitor:
         bench.act("flood", "10.96.0.4:53")
         bench.act("fair", "10.96.0.1:80")
         assert [event.service for event in read(monitor)] == ["default/fair"]
@@ -142,23 +87,13 @@ def test_full_ring_buffer_is_counted(bench: Bench, monkeypatch):
 
 
 def test_filter_may_change(bench: Bench):
-    with watched(bench.site, **filters(bench, "service=fair")) as monitor:
+    with watched(bench.site, admitted=only(bench, "fair")) as monitor:
         bench.act("connects", "10.96.0.4:53")
         assert read(monitor) == []
-        monitor.set_filter(EventFilter(**filters(bench, "service=dns")))
+        monitor.set_filter(only(bench, "dns"))
         bench.act("connects", "10.96.0.4:53")
         bench.act("fair", "10.96.0.1:80")
         assert [event.service for event in read(monitor)] == ["default/dns"]
-
-
-@pytest.mark.parametrize("fields", [{}, {"address": parse_addr("10.96.0.4")}], ids=["all", "some"])
-def test_rate_is_limited_with_and_without_a_filter(bench: Bench, fields: dict[str, object]):
-    with watched(bench.site, rate=10, **fields) as monitor:
-        bench.act("flood", "10.96.0.4:53")
-        bench.act("fair", "10.96.0.1:80")
-        shown = len(read(monitor))
-        assert 10 <= shown < FLOOD
-        assert shown + monitor.left_out == FLOOD + (not fields)
 
 
 # ---- several, and killed ones --------------------------------------------------------------------

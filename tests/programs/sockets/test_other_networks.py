@@ -7,7 +7,6 @@ which devices the network has, and which of the two answers.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +18,7 @@ from kbpf.kernel.system import netns
 from kbpf.model.reasons import Reason
 from tests.support.features import needs
 from tests.support.lab.lab import Node, Place, ip
-from tests.support.plane import LOCAL, LOCAL6, Site, desired, make_local, network, services, sites
+from tests.support.plane import LOCAL, LOCAL6, Site, desired, make_local, network, services
 from tests.support.table import table
 
 WORLD = desired(
@@ -71,12 +70,9 @@ class Bench(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    pod = node.pod("pod")
-    with sites(artifact_cache) as make:
-        site = make(cgroup=node.cgroup, node=node.netns)
-        site.start(WORLD)
-        yield Bench(node, pod, site)
+def bench(node: Node, shared_site: Site) -> Bench:
+    shared_site.start(WORLD)
+    return Bench(node, node.pod("pod"), shared_site)
 
 
 @pytest.fixture

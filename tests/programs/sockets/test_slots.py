@@ -32,10 +32,8 @@ from tests.support.plane import (
     desired,
     flush,
     is_spread,
-    make_local,
     picks,
     service,
-    sites,
     split,
 )
 from tests.support.table import each_line
@@ -48,23 +46,15 @@ UDP, TCP, SCTP = Protocol.UDP, Protocol.TCP, Protocol.SCTP
 WEB = "10.96.0.1:53"
 
 
-@pytest.fixture(scope="module")
-def bench(node: Node, artifact_cache: Path) -> Iterator[tuple[Node, Site]]:
-    """A host where the LOCAL addresses can be reached."""
-    make_local(node.netns)
-    with sites(artifact_cache) as make:
-        yield node, make(cgroup=node.cgroup, node=node.netns)
-
-
 @pytest.mark.parametrize("algorithm", Algorithm)
 @pytest.mark.parametrize("weights", [(), (1, 2, 3)])
-def test_sockets_spread_by_weight(bench: tuple[Node, Site], algorithm: Algorithm, weights: tuple[int, ...]):
+def test_sockets_spread_by_weight(local_node: Node, shared_site: Site, algorithm: Algorithm, weights: tuple[int, ...]):
     """And `kbpf trace` shows these shares."""
-    node, site = bench
+    site = shared_site
     to = " ".join(f"{one}:1" for one in LOCAL[:3])
     state = service("web", WEB, to, UDP, algorithm=algorithm, cluster_weights=weights)
     site.open().apply(desired(state), None)
-    seen = Counter(picks(node.host, WEB, 4000))
+    seen = Counter(picks(local_node.host, WEB, 4000))
     each = weights or (1, 1, 1)
     expected = {one: 4000 * w / sum(each) for one, w in zip(LOCAL, each, strict=False)}
     # A Maglev table is off by one slot at most: well below the noise of 4000 picks.
@@ -101,10 +91,7 @@ def serve(path: Path_, *services: ServiceState) -> None:
 
 def forget(path: Path_) -> None:
     """Deletes all flows and affinities."""
-    path.clear("flows")
-    with path.site.pinned("affinity") as found:
-        for key in dict(found.items()):
-            found.delete(key)
+    path.site.clear("flows", "affinity")
 
 
 def chosen(path: Path_, client: str, to: str, protocol: Protocol = TCP) -> str:

@@ -5,7 +5,6 @@ test_slots.py compares shares, and the lab the rows that it dials.
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from kbpf.views import trace
 from kbpf.views.trace_page import Client, NodeFacts, Origin, Trace
 from tests.support.lab.lab import Node, Place, cgroup2
 from tests.support.lab.namespace import Namespace
-from tests.support.plane import LOCAL, Site, desired, make_local, picks, service, sites, split
+from tests.support.plane import LOCAL, Site, desired, make_local, picks, service, split
 
 WEB = "10.96.0.1:53"
 UDP = Protocol.UDP
@@ -56,13 +55,11 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    one, two = node.pod("one"), node.pod("two")
-    for where in (node.netns, one.netns, two.netns):
-        make_local(where)
-    with sites(artifact_cache) as make:
-        site = make(cgroup=node.cgroup, node=node.netns)
-        yield Bench(node, site, site.open(), one, two)
+def bench(local_node: Node, shared_site: Site) -> Bench:
+    one, two = local_node.pod("one"), local_node.pod("two")
+    for pod in (one, two):
+        make_local(pod.netns)
+    return Bench(local_node, shared_site, shared_site.open(), one, two)
 
 
 def backends(count: int) -> str:

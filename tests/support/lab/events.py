@@ -3,7 +3,6 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 from unittest.mock import patch
 
 from kbpf.dataplane.bpf.inspect.monitor import MAP_NAMES, Monitor
@@ -13,6 +12,7 @@ from kbpf.views.monitor import EventRow, build_row
 from tests.support.plane import Site
 
 RATE = 1000
+ALL = EventFilter()
 
 
 def patient() -> AbstractContextManager[object]:
@@ -23,9 +23,9 @@ def patient() -> AbstractContextManager[object]:
 
 
 @contextmanager
-def watched(site: Site, rate: int = RATE, **filters: Any) -> Iterator[Monitor]:
-    """Watches the events that a filter with these fields admits."""
-    with patient(), Monitor(site.pins, rate, EventFilter(**filters)) as monitor:
+def watched(site: Site, rate: int = RATE, admitted: EventFilter = ALL) -> Iterator[Monitor]:
+    """Watches events."""
+    with patient(), Monitor(site.pins, rate, admitted) as monitor:
         yield monitor
 
 
@@ -34,6 +34,11 @@ def read(monitor: Monitor) -> list[EventRow]:
     packet ends.
     """
     return [build_row(event) for event in monitor.read()]
+
+
+def read_reasons_and_ends(monitor: Monitor) -> list[tuple[str, str, str]]:
+    """Verdict, reason and the client's address of the same."""
+    return [(event.verdict, event.reason, event.address) for event in read(monitor)]
 
 
 def left_behind(site: Site) -> list[str]:

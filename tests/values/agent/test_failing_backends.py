@@ -6,7 +6,9 @@ from collections.abc import Callable
 from kbpf.agent.problem_book import INTERVAL_S, NAMESPACE_EVENTS, TOTAL_EVENTS, FailingBackendReporter, format_note
 from kbpf.agent.self_check import SelfCheck
 from kbpf.dataplane.base import SharedAccess
-from kbpf.dataplane.bpf.failing_backends import MIN_CLIENT_FAILURES, count_independent
+from kbpf.dataplane.bpf.connection_probe import ConnectionProber
+from kbpf.dataplane.bpf.failing_backends import MIN_CLIENT_FAILURES, FailingBackends, count_independent
+from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.model.config import Config
 from kbpf.model.metrics import ConnectionProbe, FailingBackend
 from kbpf.model.objects import ServiceName
@@ -216,3 +218,11 @@ def test_the_agent_compares_everything_when_connections_fail():
     assert plane.doubts == 1
     agent.step([])
     assert plane.doubts == 1
+
+
+def test_nothing_is_known_without_maps(tmp_path):
+    assert FailingBackends(Pins(tmp_path)).find() is None
+
+
+def test_nothing_is_tried_without_maps(tmp_path):
+    assert ConnectionProber(Pins(tmp_path), Config()).probe() is None

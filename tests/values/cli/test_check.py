@@ -8,6 +8,10 @@ from kbpf.checks.row import Check, CheckRow, sum_up
 from kbpf.cli import check
 from kbpf.cli.check import compute_verdict
 from kbpf.dataplane.bpf.maps.layout import NodeFlag
+from kbpf.dataplane.bpf.programs import foreign
+from kbpf.dataplane.bpf.programs.hook_probe import Point, ProbeOutcome
+from kbpf.kernel.bpf.clsact import Direction
+from kbpf.kernel.bpf.tc import Runner
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.netfilter.forward_rules import BaseChain
 from kbpf.kernel.probe_result import Probe
@@ -222,3 +226,22 @@ def test_all_that_works_is_one_row_and_the_rest_a_row_each():
     assert [refused, unknown] == [given["sendmsg4"], given["release"]]
     assert (refused.name, unknown.name) == ("hook sendmsg4", "hook release")
     assert list(sum_up(Check.HOOK, {"sendmsg4": refused})) == [refused]
+
+
+def test_advice_where_no_program_is_before_ours():
+    """Another order of the programs would not help."""
+    device, ours, theirs = Device(1, "up0"), Runner(1, "tcx", True), Runner(2, "tcx", False)
+    outcome = ProbeOutcome(Point(device, Direction.INGRESS, (ours, theirs)), False)
+    assert neighbours.describe_outcome(outcome).endswith("before it: nothing")
+    assert "TC_ACT_UNSPEC" not in neighbours.advise(outcome)
+    assert "the row no other kbpf" in neighbours.advise(outcome)
+    assert "ip -s link show up0" in neighbours.advise(outcome)
+    behind = Point(device, Direction.INGRESS, (theirs, ours))
+    for outcome in (ProbeOutcome(behind, False), ProbeOutcome(behind, False, theirs, 0)):
+        assert "TC_ACT_UNSPEC" in neighbours.advise(outcome)
+
+
+def test_many_devices_are_summarised_in_one_line():
+    found = [foreign.ForeignProgram(7, "cil_from_contai", "ingress", f"lxc{n}") for n in range(40)]
+    (line,) = foreign.format_lines(found)
+    assert "cil_from_contai (id 7) at ingress of lxc0 and 39 more; " in line

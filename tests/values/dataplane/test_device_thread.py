@@ -5,7 +5,7 @@ import pytest
 
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceRetries
 from kbpf.dataplane.bpf.programs import hook_probe
-from kbpf.dataplane.bpf.programs.hook_probe import HookProber, Point, ProbeOutcome
+from kbpf.dataplane.bpf.programs.hook_probe import HookProber, Point, ProbeOutcome, select_representative
 from kbpf.kernel.bpf.clsact import Direction, Filter
 from kbpf.kernel.bpf.tc import Runner
 from kbpf.kernel.net.devices import Device
@@ -85,3 +85,25 @@ def test_hook_is_probed_once_unless_a_filter_takes_packets(names, up, count, mon
 )
 def test_hash_tables_of_u32_are_no_filters(kind, handle, is_table):
     assert Filter(kind, 1, 3, handle, "", 0).is_hash_table is is_table
+
+
+def test_only_one_of_many_alike_pod_devices_is_probed():
+    ours, policy, other = Runner(1, "tcx", True), Runner(2, "tcx", False), Runner(3, "tcx", False)
+    names = {1: "tc_ingress", 2: "policy", 3: "policy", 4: "other"}
+
+    def point(number: int, *programs: Runner, up: bool = True) -> Point:
+        return Point(Device(number, f"dev{number}", up=up), Direction.INGRESS, programs)
+
+    points = [
+        point(1, ours),
+        point(2, ours),
+        point(11, ours),
+        point(12, policy, ours),
+        point(13, other, ours),
+        point(14, ours, policy),
+        point(15, policy, ours, up=False),
+    ]
+    selected = select_representative(points, names, host=(1, 2))
+    assert [chosen.device.ifindex for chosen in selected] == [1, 2, 12, 14]
+    many = [point(number, ours) for number in range(1, 200)]
+    assert len(select_representative(many, names, range(1, 200))) == 2 * hook_probe.MAX_PROBED

@@ -13,7 +13,15 @@ from kbpf.cli.options import Output
 from kbpf.cli.schema import build_schema
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
-from kbpf.model.inspection import BackendTraffic, ConnectionEvent, EndpointEntry, Inspection, NodeEntry, ServicePort
+from kbpf.model.inspection import (
+    BackendTraffic,
+    ConnectionEvent,
+    EndpointEntry,
+    EventFilter,
+    Inspection,
+    NodeEntry,
+    ServicePort,
+)
 from kbpf.model.metrics import (
     ALL_COUNTERS,
     CHOICE_COUNTERS,
@@ -36,6 +44,7 @@ from tests.values.views.snapshots import TCP, UDP, key, snapshot, stats
 
 PORT = ServicePort(1, ServicePortKey("shop", "prices", "http", TCP, 4))
 FRONTEND = FrontendAddress(parse_addr("10.96.12.3"), 80, Protocol.TCP)
+OTHER_PORT = FRONTEND._replace(port=81)
 CLIENT = FrontendAddress(parse_addr("203.0.113.77"), 40_000, Protocol.TCP)
 BACKEND = Backend(parse_addr("10.244.2.9"), 8080, Protocol.TCP)
 EVENT = ConnectionEvent(
@@ -70,6 +79,29 @@ def events() -> Iterator[ConnectionEvent]:
     yield replace(EVENT, cgroup_path="", pod="", cgroup=99)
     yield from (replace(PACKET, reason=reason) for reason in monitor.VERDICTS)
     yield replace(EVENT, pod="shop/\x1b[31mred\u202e")
+
+
+FILTERED = {"first": EVENT, "second": replace(EVENT, cgroup=78), "third": replace(UNKNOWN, frontend=OTHER_PORT)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "admitted"),
+    [
+        ({}, "first second third"),
+        ({"services": {1}}, "first second"),
+        ({"services": {2}, "frontends": {FRONTEND.address}}, "third"),
+        ({"services": {2}}, ""),
+        ({"cgroups": {77}}, "first third"),
+        ({"address": FRONTEND.address}, "first second third"),
+        ({"address": FRONTEND.address, "port": 81}, "third"),
+        ({"address": BACKEND.address}, "first second"),
+        ({"reasons": {Reason.UNKNOWN_PORT}}, "third"),
+        ({"services": {1}, "cgroups": {77}}, "first"),
+    ],
+)
+def test_a_filter_admits_events(fields, admitted):
+    """The third event is of a port that no Service has."""
+    assert [name for name, event in FILTERED.items() if EventFilter(**fields).admits(event)] == admitted.split()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import itertools
 import struct
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +20,11 @@ from kbpf.dataplane.bpf.packet_path import flow_gc
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects, syscalls, uapi
 from kbpf.kernel.bpf.objects import Map
-from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.metrics import FlowCount
-from tests.programs.maps.flows.table import LIVES, MINUTE, PARTS, ROOM, VIPS, Flows, both_kinds, client
-from tests.support.lab.events import read, watched
+from tests.programs.maps.flows.table import LIVES, PARTS, ROOM, VIPS, Flows, both_kinds, client
+from tests.support.lab.events import read_reasons_and_ends, watched
 from tests.support.packets.packets import frame, tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT, run
 from tests.support.table import each_cells
@@ -122,29 +120,16 @@ def test_port_of_an_evicted_flow_is_in_doubt(flows: Flows, script: str, seconds:
     assert all(seconds - 10 < each <= seconds + 1 for each in found)
     if seconds:
         (port,) = given
-        with flows.site.pinned("node") as node:
-            value = node.lookup(U32.pack(0)) or b""
-            try:
-                node.update(U32.pack(0), value[:36] + struct.pack("=HH", port, port) + value[40:])
-                build = udp if script.startswith("?") else lambda a, b: tcp(a, b, flags="S")
-                packet = frame(build("203.0.113.7:9", VIPS["translated"]))
-                counted = flows.site.reasons()[Reason.NO_SNAT_PORT]
-                assert run(flows.programs["tc_ingress"], packet).retval == TC_ACT_SHOT
-                assert flows.site.reasons()[Reason.NO_SNAT_PORT] == counted + 1
-                flows.settle()
-                assert run(flows.programs["tc_ingress"], packet).retval != TC_ACT_SHOT
-            finally:
-                node.update(U32.pack(0), value)
-
-
-@both_kinds
-@pytest.mark.parametrize("ahead", [60, 0, -1, -3600, 60 - 2**16, 60 - 2 * 2**16])
-def test_port_is_in_doubt_until_the_time_of_its_mark(flows: Flows, ahead: int):
-    """However long ago that is. An empty map has marks of time 0."""
-    now = time.monotonic_ns() // 10**9
-    flows.mark_ports(max(0, now + ahead))
-    verdict = run(flows.programs["tc_ingress"], frame(udp(client(2000), VIPS[flows.kind]))).retval
-    assert (verdict == TC_ACT_SHOT) == (flows.kind == "translated" and ahead > 0)
+        with flows.site.restored("node"):
+            value = flows.site.entries("node")[U32.pack(0)]
+            flows.site.put("node", U32.pack(0), value[:36] + struct.pack("=HH", port, port) + value[40:])
+            build = udp if script.startswith("?") else lambda a, b: tcp(a, b, flags="S")
+            packet = frame(build("203.0.113.7:9", VIPS["translated"]))
+            counted = flows.site.reasons()[Reason.NO_SNAT_PORT]
+            assert run(flows.programs["tc_ingress"], packet).retval == TC_ACT_SHOT
+            assert flows.site.reasons()[Reason.NO_SNAT_PORT] == counted + 1
+            flows.settle()
+            assert run(flows.programs["tc_ingress"], packet).retval != TC_ACT_SHOT
 
 
 def snat_port(raw: bytes) -> int:
@@ -165,7 +150,7 @@ def test_new_flow_does_not_evict_established_ones(flows: Flows, script: str, wor
     full = flows.site.reasons()[Reason.TABLE_FULL]
     with watched(flows.site) as monitor:
         verdict = run(flows.programs["tc_ingress"], frame(packet)).retval
-        events = [(event.verdict, event.reason, event.address) for event in read(monitor)]
+        events = read_reasons_and_ends(monitor)
     if evicted:
         (gone,) = set(range(2000, 2000 + MOST)) - flows.ports().keys()
         evicts = ("evicted", "evicted", client(gone))
@@ -248,7 +233,7 @@ def test_handshake_on_a_reused_port_is_not_evicted(flows: Flows):
     """The client used its port again a moment ago; its queue entry is the oldest one."""
     flows.talk_all(range(2000, 2000 + ROOM), f"{LIVES} FA <FA A")
     flows.talk(2000, "S")
-    flows.age(2000, -60 * MINUTE)
+    flows.flows[2000].age(-3600)
     flows.talk(5000, LIVES)
     assert {2000, 5000} <= flows.ports().keys()
     assert 2001 not in flows.ports()
@@ -299,7 +284,7 @@ def test_changed_size_keeps_the_newest_flows_in_order(flows: Flows, room: int):
     flows.talk_all(ports, LIVES)
     flows.talk_all((ports[-2], ports[-4]), "R")
     for number, port in enumerate(ports):
-        flows.age(port, (ROOM - number) * MINUTE // 6)
+        flows.flows[port].age((ROOM - number) * 10)
     flows.start(room)
     with flows.site.pinned("flows") as held:
         assert held.max_entries == int(room * MAPS["flows"].entries_per_object)
@@ -467,15 +452,14 @@ def test_agent_removes_orphans_in_parts(flows: Flows, monkeypatch):
     """A part of the map at each poll; then it starts over."""
     monkeypatch.setattr(objects, "BATCH_SIZE", 8)
     ports = range(2000, 2000 + ROOM // 2)
-    node = Path("/run/netns") / str(flows.site.node)
     flows.talk_all(ports, "?")
     for _ in range(2):
         made = {key for port in ports for key in add_orphans(flows, port)}
         for port in ports:
-            flows.age(port, MINUTE)
+            flows.flows[port].age(60)
         left = []
         for now in itertools.islice(NOW, 100):
-            netns.run_in(node, lambda: flows.plane.tick(now))  # noqa: B023
+            flows.site.do(lambda: flows.plane.tick(now))  # noqa: B023
             left.append(len(made & flows.site.entries("flows").keys()))
         assert left[0] > 0, "not all at once"
         assert left[-1] == 0

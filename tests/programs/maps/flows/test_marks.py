@@ -3,19 +3,18 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import pytest
 
 from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps import flow_entries as fields
-from kbpf.dataplane.bpf.maps.layout import FLOW, FLOW_MARKS, U32, U64
+from kbpf.dataplane.bpf.maps.layout import FLOW_MARKS, U32, U64
 from kbpf.dataplane.bpf.packet_path import flow_gc
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
-from tests.programs.maps.flows.table import LIVES, NODE, POD, VIPS, Flows, client
-from tests.support.packets.packets import frame
-from tests.support.packets.parse import Packet, parse
-from tests.support.packets.test_run import run
+from tests.programs.maps.flows.table import LIVES, Flows
+from tests.programs.packets.path.single_packets import parsed
 
 MAPS = ("flows", "flow_marks", "flow_generations")
 
@@ -47,30 +46,11 @@ def ends_of(flows: Flows) -> set[int]:
     }
 
 
-def source_behind(flows: Flows, port: int) -> str:
-    """The source that the backend sees."""
-    (raw, *_) = flows.site.entries("flows").values()
-    _, _, _, _, snat, snat_port, client_port, *_ = FLOW.unpack(raw)
-    if any(snat):
-        return f"{NODE}:{int.from_bytes(snat_port, 'big')}"
-    return f"{client(port).rpartition(':')[0]}:{int.from_bytes(client_port, 'big')}"
-
-
 def is_translated(flows: Flows, port: int) -> tuple[bool, bool]:
-    """Whether data of the client, and of the backend, is translated. There is no other flow."""
-    own, vip = client(port), VIPS[flows.kind]
-    return (
-        through(flows, port, "A+", own, vip).destination == POD,
-        through(flows, port, "<A+", POD, source_behind(flows, port)).source == vip,
-    )
-
-
-def through(flows: Flows, port: int, word: str, source: str, destination: str) -> Packet:
-    """A segment of a connection as it leaves the node."""
-    packet = frame(flows.talks[port].segment(word, source, destination))
-    for name in ("tc_ingress", "tc_egress"):
-        packet = run(flows.programs[name], packet).packet_out
-    return parse(packet[14:], l2=False)
+    """Whether data of the client, and of the backend, is translated."""
+    flow = flows.flows[port]
+    there, back = (parsed(flow.path.through(flow.packet(word))[1]) for word in ("A+", "<A+"))
+    return there.destination == flow.back, back.source == flow.front
 
 
 class Agent:
@@ -156,14 +136,11 @@ def test_nothing_expires_while_other_programs_write_flows(flows: Flows, maps: di
 def test_nothing_expires_after_a_part_that_failed(flows: Flows, maps: dict[str, Map], monkeypatch):
     """The kernel refused to read or delete entries, so some of them may be unmarked."""
 
-    def fail(*_: object) -> int:
-        raise KernelError("cannot delete", "map flows", "", 0)
-
     flows.talk(2000, LIVES)
     agent, before = Agent(maps), marked(maps)
     agent.sweep()
     with monkeypatch.context() as patch:
-        patch.setattr(flow_gc, "remove_unused", fail)
+        patch.setattr(flow_gc, "remove_unused", Mock(side_effect=KernelError("cannot delete")))
         with pytest.raises(KernelError):
             agent.sweep()
     flows.delete_flows()

@@ -18,8 +18,8 @@ from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.socket_hooks import SocketPrograms
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.config import MapSizes
-from tests.programs.maps.flows.table import LIVES, MINUTE, ROOM, VIPS, Flows, client
-from tests.support.lab.events import read, watched
+from tests.programs.maps.flows.table import LIVES, ROOM, VIPS, Flows, client
+from tests.support.lab.events import read_reasons_and_ends, watched
 from tests.support.packets.packets import frame, tcp
 from tests.support.packets.test_run import TC_ACT_SHOT, run
 
@@ -63,7 +63,7 @@ def test_kill_during_migration_leaves_every_flow_in_the_queue(flows: Flows, monk
     ports = range(2000, 2008)
     flows.talk_all(ports, LIVES)
     for number, port in enumerate(ports):
-        flows.age(port, number * MINUTE // 6)
+        flows.flows[port].age(number * 10)
     another_layout(monkeypatch, FormerLayout(1, FLOW.size, marked))
     left = itertools.count(-steps)
 
@@ -162,7 +162,7 @@ def test_flows_begun_before_the_change_over_are_migrated(flows: Flows, monkeypat
         syn = frame(tcp(client(3001), VIPS[flows.kind], flags="S"))
         with watched(flows.site) as monitor:
             dropped = run(flows.programs["tc_ingress"], syn).retval == TC_ACT_SHOT
-            events = [(event.verdict, event.reason, event.address) for event in read(monitor)]
+            events = read_reasons_and_ends(monitor)
         assert events == [("dropped", "paused", client(3001))]
         flows.talk(3000, "A <A")
         seen.append((flows.ports(), dropped))

@@ -115,27 +115,52 @@ def test_check_attached_without_a_service_proves_nothing(site: Site, run):
 # ---- cleanup -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def ended(written, site: Site) -> None:
-    """An agent that was killed has left its pins."""
-    site.close_planes()
-
-
 def list_files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
-def test_dry_run_lists_what_is_in_use_and_says_that_cleanup_would_refuse(written, run, site: Site):
+def test_cleanup_with_a_running_agent_needs_force(written, run, site: Site):
     before = list_files(site.pins), site.dump()
     for options, shown in (((), "attachment"), (("--keep-connections",), "10 in ")):
         code, out, err = run("cleanup --dry-run", *options)
         assert (code, err.count("\n"), out.split()[0]) == (0, 1, "WOULD-REMOVE")
         assert "without --dry-run: nothing was removed: an agent is running" in err
         assert shown in out
+    code, out, err = run("cleanup")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "stop the agent first, or use --force" in err
     assert (list_files(site.pins), site.dump()) == before
+    code, out, err = run("cleanup --force")
+    assert code == 0
+    assert "attachment" in out
+    assert f"pid {os.getpid()}" in err
+    assert not site.pins.exists()
 
 
-def test_cleanup_removes_and_lists_everything(ended, site: Site, run):
+UNFINISHED = """
+new-maps-0123456789ab
+new-programs-sock-a-all
+old-programs-tc-a-all-0
+layout-0123456789ab
+programs-tc-b-all
+"""
+
+
+def test_cleanup_removes_and_lists_everything(written, site: Site, run):
+    """The agent was killed while it changed programs: after the new ones took their name and before the old ones were
+    removed. Nothing is removed beside the pins of another tool.
+    """
+    site.close_planes()
+    (site.pins / "cilium").mkdir()
+    code, out, err = run("cleanup")
+    assert (code, out, "cilium" in err) == (1, "", True)
+    (site.pins / "cilium").rmdir()
+    for name in UNFINISHED.split():
+        (site.pins / name).mkdir()
+    with Map.open(next(site.pins.glob("maps-*")) / "config") as held:
+        held.pin(site.pins / "new-map-config")
+    with Link.open(site.pins / "links" / "connect4") as link:
+        link.pin(site.pins / "new-link-connect4")
     before = list_files(site.pins)
     code, out, err = run("cleanup --dry-run -o json")
     listed = json.loads(out)
@@ -144,6 +169,7 @@ def test_cleanup_removes_and_lists_everything(ended, site: Site, run):
     removed = json.loads(out)["items"]
     assert (code, err, removed) == (0, "", listed["items"])
     assert [Path(r["path"]).name for r in removed if r["kind"] == "attachment"] == sorted(HOOKS)
+    assert {Path(r["path"]).name for r in removed} >= {*UNFINISHED.split(), "new-map-config", "new-link-connect4"}
     assert {"maps", "programs", "folder"} <= {r["kind"] for r in removed}
     assert not site.pins.exists()
     code, out, _ = run("cleanup")
@@ -182,50 +208,6 @@ def test_cleanup_keep_connections_translates_only_established_ones(host: Place, 
     assert run("cleanup --keep-connections")[1].startswith("nothing to remove")
     assert run("cleanup")[0] == 0
     assert host.tcp(OWN, 18080)["error"] == "ECONNREFUSED"
-
-
-def test_cleanup_refuses_foreign_pins(ended, site: Site, run):
-    (site.pins / "cilium").mkdir()
-    code, out, err = run("cleanup")
-    assert (code, out) == (1, "")
-    assert "cilium" in err
-    assert (site.pins / "links" / "connect4").exists()
-
-
-UNFINISHED = """
-new-maps-0123456789ab
-new-programs-sock-a-all
-old-programs-tc-a-all-0
-layout-0123456789ab
-programs-tc-b-all
-"""
-
-
-def test_cleanup_removes_partial_state_of_a_killed_agent(ended, site: Site, run):
-    """One of them: after the new programs took their name and before the old ones were removed."""
-    for name in UNFINISHED.split():
-        (site.pins / name).mkdir()
-    with Map.open(next(site.pins.glob("maps-*")) / "config") as held:
-        held.pin(site.pins / "new-map-config")
-    with Link.open(site.pins / "links" / "connect4") as link:
-        link.pin(site.pins / "new-link-connect4")
-    code, out, err = run("cleanup -o json")
-    assert (code, err) == (0, "")
-    told = {Path(row["path"]).name for row in json.loads(out)["items"]}
-    assert told >= {*UNFINISHED.split(), "new-map-config", "new-link-connect4"}
-    assert not site.pins.exists()
-
-
-def test_cleanup_with_a_running_agent_needs_force(written, run, site: Site):
-    code, out, err = run("cleanup")
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "stop the agent first, or use --force" in err
-    assert (site.pins / "links" / "connect4").exists()
-    code, out, err = run("cleanup --force")
-    assert code == 0
-    assert "attachment" in out
-    assert f"pid {os.getpid()}" in err
-    assert not site.pins.exists()
 
 
 def test_cleanup_unmounts_the_bpffs_of_the_pin_folder(run, site: Site, tmp_path):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.programs.node.commands.world import HOOK_NAMES, STARTED, WORLD, boottime
+from tests.programs.node.commands.world import HOOK_NAMES, WORLD
 from tests.support.lab.lab import cgroup2, remove_cgroup, until
 from tests.support.plane import CGROUP_HOOKS, HOOKS, Site
 
@@ -30,16 +30,6 @@ def test_what_was_written_is_shown(written, run, golden):
         assert code == 0
         pages.append(f"$ kbpf inspect {command}\n{out}{err}")
     golden("inspect/written.txt", "\n".join(pages))
-
-
-def test_affinity_lists_the_host_after_a_connection(written, show, site: Site):
-    site.place("host").tcp("10.96.0.2", 80)
-    (row,) = show("affinity")
-    assert (row["client"], row["kind"], row["service"]) == ("host", "netns", "default/kept")
-    assert row["backend"] == "127.0.0.1:1"
-    assert row["age_seconds"] < 60
-    assert 540 < row["expires_seconds"] <= 600
-    assert not row["expired"]
 
 
 # ---- maps, programs ----------------------------------------------------------------------------
@@ -95,24 +85,3 @@ def test_hooks_of_a_removed_cgroup_are_shown_as_detached(site: Site, show):
         return {row["hook"] for row in show("programs") if row["state"] == "detached"} == CGROUP_HOOKS
 
     until("the kernel has released the cgroup and detached them", are_detached)
-
-
-# ---- status ------------------------------------------------------------------------------------
-
-
-def test_status_of_a_healthy_agent_exits_with_0(written, run, site: Site):
-    """tests/values/views/test_status_views.py has the causes of other exit codes."""
-    for _ in range(2):
-        site.place("host").tcp("10.96.0.4", 80)
-    code, out, _ = run("inspect status -o json")
-    seen = json.loads(out)
-    assert code == 0
-    assert (seen["ok"], seen["running"], seen["synced"], seen["node"]) == (True, True, True, "n1")
-    assert (seen["hooks_attached"], seen["hooks"]) == (len(HOOKS), len(HOOKS))
-    assert seen["sources"][0]["state"] == "watching"
-    assert (seen["counters"]["no_endpoints"], seen["counters"]["translated"]) == (2, 0)
-    assert 0 <= seen["running_seconds"] <= boottime() - STARTED + 0.1  # it is rounded
-    code, out, _ = run("inspect status")
-    assert code == 0
-    assert "no good" in out
-    assert f"{len(HOOKS)} of {len(HOOKS)} attached" in out

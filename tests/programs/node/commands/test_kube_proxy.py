@@ -17,7 +17,7 @@ from kbpf.dataplane import reader as inspect
 from kbpf.dataplane.reader import Locations
 from kbpf.model.inspection import Part
 from kbpf.takeover import detect
-from tests.programs.node.test_hooks_verified import WEB, alone
+from tests.support.alone import WEB, alone
 from tests.support.lab.lab import run, until
 from tests.support.plane import Site
 

@@ -51,7 +51,7 @@ def path(artifact_cache: Path) -> Iterator[Path_]:
 @pytest.fixture(scope="module", autouse=True)
 def _no_flows(path: Path_) -> None:
     """Flows of other files have no ports."""
-    path.clear("flows")
+    path.site.clear("flows")
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ its checksums are verified by a parser that shares no code with the builder.
 """
 
 import itertools
-import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -39,10 +38,11 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.system import netns, sysctl
+from kbpf.kernel.system import sysctl
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState, ServiceState
+from kbpf.model.objects import Protocol
 from tests.support.features import lacking
 from tests.support.lab.lab import PATIENCE, ip
 from tests.support.packets.packets import (
@@ -65,7 +65,7 @@ from tests.support.packets.test_run import (
     SkbContext,
     run,
 )
-from tests.support.plane import SIZES, Site, services, sites
+from tests.support.plane import SIZES, Site, network, services, sites
 
 CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
 NODE = {4: "198.18.0.1", 6: "fd00:198:18::1"}
@@ -163,7 +163,7 @@ class Path_:
 
     def inside(self, action: Callable[[], T]) -> T:
         """Runs it in the node's network namespace."""
-        return netns.run_in(Path("/run/netns") / self.where, action)
+        return self.site.do(action)
 
     def forward(self, on: bool) -> None:
         """Whether the node forwards packets (net.ipv4.ip_forward and its IPv6 twin)."""
@@ -193,12 +193,6 @@ class Path_:
         """Writes the slot of the device cache that this device maps to."""
         with self.site.pinned("device_cache") as cache:
             cache.update(U32.pack(ifindex % CACHED_DEVICES), value)
-
-    def clear(self, *maps: str) -> None:
-        """Deletes what earlier tests have left in these maps."""
-        for name in maps:
-            with self.site.pinned(name) as entries:
-                entries.delete_batch(b"".join(key for key, _ in entries.items()))
 
     def delete_device(self, name: str, ifindex: int) -> None:
         """Deletes the device and what is known about it."""
@@ -276,25 +270,19 @@ class Path_:
 
 @contextmanager
 def serving_node(
-    cache: Path, name: str, state: DesiredState, *devices: str, sizes: MapSizes = SIZES, **settings: Any
+    cache: Path, name: str, state: DesiredState, sizes: MapSizes = SIZES, **settings: Any
 ) -> Iterator[Path_]:
-    """A network namespace with these devices, in which a data plane serves the state."""
-    where = f"kbp{name}{os.getpid()}"
-    ip(f"netns add {where}")
-    try:
-        ip("link set lo up", *devices, netns=where)
+    """A network namespace in which a data plane serves the state."""
+    with network(f"kbp{name}") as where, sites(cache) as make:
+        site = make(node=where)
         for setting in ("net.ipv4.icmp_ratelimit", "net.ipv6.icmp.ratelimit"):  # all tests are one client
-            netns.run_in(Path("/run/netns") / where, lambda: sysctl.write(setting, "0"))  # noqa: B023
-        with sites(cache) as make:
-            site = make(node=where)
-            plane = site.open(sizes, packet_path=True, **settings)
-            netns.run_in(Path("/run/netns") / where, lambda: plane.apply(state, None))
-            path = Path_(site, plane, where)
-            yield path
-            for program in path.programs.values():
-                program.close()
-    finally:
-        ip(f"netns del {where}")
+            site.do(lambda: sysctl.write(setting, "0"))  # noqa: B023
+        plane = site.open(sizes, packet_path=True, **settings)
+        site.do(lambda: plane.apply(state, None))
+        path = Path_(site, plane, where)
+        yield path
+        for program in path.programs.values():
+            program.close()
 
 
 def masquerading(state: DesiredState) -> DesiredState:
@@ -477,8 +465,17 @@ class Flow:
         self.change(lambda raw: bytes(8) + raw[8:], chosen)
 
     def age(self, seconds: int) -> None:
-        """Makes all entries look idle for `seconds`."""
-        self.change(lambda raw: struct.pack("=Q", struct.unpack_from("=Q", raw)[0] - seconds * 10**9) + raw[8:])
+        """Makes all entries look idle for `seconds`; if negative, recently used."""
+
+        def aged(raw: bytes) -> bytes:
+            made = bytearray(raw)
+            times = (slice(8), flow_entries.BEGAN_AT) if raw[flow_entries.PROTOCOL] == Protocol.UDP else (slice(8),)
+            for at in times:
+                then = int.from_bytes(raw[at], "little") - seconds * 10**9
+                made[at] = max(0, then).to_bytes(8, "little")
+            return bytes(made)
+
+        self.change(aged)
 
 
 def established(path: Path_, v: int, which: int = CLUSTER, kind: str = "tcp") -> Flow:

@@ -26,7 +26,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     ConfigFlag,
     NodeFlag,
     RefusalLimit,
-    unpack_service_name,
 )
 from kbpf.model.metrics import ConnectionStats
 from kbpf.views import failures as failures_view
@@ -71,7 +70,7 @@ def set_flags(path: Path_, flags: ConfigFlag) -> None:
 
 def read_counts(path: Path_, v: int, which: int, protocol: str = "tcp") -> dict[bool, ConnectionStats]:
     """The counters of a Service port in one family, by whether the connection got a backend."""
-    names = {U32.unpack(k)[0]: unpack_service_name(raw) for k, raw in path.site.entries("service_names").items()}
+    names = path.site.service_ports()
     found = {True: ConnectionStats(), False: ConnectionStats()}
     for key, raw in path.site.entries("counts").items():
         service, backend = U32_PAIR.unpack(key)
@@ -161,7 +160,7 @@ def expect_events(path: Path_, v: int, which: int, events: str, backend: bool = 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
 def test_segments_add_their_counts_and_are_seen(path: Path_, v: int, story: Story):
-    path.clear("failures")
+    path.site.clear("failures")
     before, begins = read_counts(path, v, story.which), "opened" in story.adds
     events = ", ".join(filter(None, (NEW * begins, story.failure)))
     with expect_events(path, v, story.which, events, backend=begins):
@@ -219,7 +218,7 @@ CLIENTS = {4: "198.51.100.{}", 6: "2001:db8:9:{}::1"}
 
 def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Path_, v: int):
     """One that tries all ports hides those of a sixteenth of the others, here a few of 32."""
-    path.clear("failures")
+    path.site.clear("failures")
     others = {CLIENTS[v].format(number) for number in range(100, 132)}
     for other in others:
         path.ingress(tcp(end(other, 5), vip(v, NONE), flags="S"))
@@ -234,7 +233,7 @@ def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Pat
 
 
 def test_a_syn_that_is_not_answered_in_time_is_recorded_once(path: Path_, v: int):
-    path.clear("failures")
+    path.site.clear("failures")
     before, own = read_counts(path, v, CLUSTER), client(v)
     with expect_events(path, v, CLUSTER, f"{NEW}, failed backend_unanswered"):
         for pause in (0, 0.6, 0.6):
@@ -266,20 +265,15 @@ def datagrams(path: Path_, v: int, which: int) -> None:
 
 def beyond_the_limit(path: Path_, v: int, which: int) -> None:
     """The second refusal is one too many."""
-    with path.site.pinned("refusal_limits") as limits:
-        key = U32.pack(RefusalLimit.RESET)
-        before = limits.lookup(key) or b""
-        limits.update(key, REFUSAL_LIMIT.pack(0, 3600 * 10**9, 1))
-        try:
-            syn(path, v, which)
-            syn(path, v, which)
-        finally:
-            limits.update(key, before)
+    with path.site.restored("refusal_limits"):
+        path.site.put("refusal_limits", U32.pack(RefusalLimit.RESET), REFUSAL_LIMIT.pack(0, 3600 * 10**9, 1))
+        syn(path, v, which)
+        syn(path, v, which)
 
 
 def without_ports(path: Path_, v: int, which: int) -> None:
     """An established connection has the only port of the node."""
-    path.clear("flows")
+    path.site.clear("flows")
     path.node(NodeFlag(0), LOW, LOW)
     play(path, v, which, OPEN + "A+100 <A+1000")
     syn(path, v, which)

@@ -39,7 +39,7 @@ from tests.programs.packets.path.single_packets import (
     vip,
     wrong_sums,
 )
-from tests.support.lab.events import read, watched
+from tests.support.lab.events import read_reasons_and_ends, watched
 from tests.support.packets import packets
 from tests.support.packets.packets import (
     MAC_A,
@@ -268,5 +268,5 @@ def test_socket_of_the_node_without_a_route_is_dropped(path: Path_, v: int):
     own = end(NODE[v], next(PORTS))
     with watched(path.site) as monitor:
         path.egress(tcp(own, vip(v, CLUSTER), flags="S"))
-        events = [(event.verdict, event.reason, event.address) for event in read(monitor)]
+        events = read_reasons_and_ends(monitor)
     assert events == [("new", "new_flow", own), ("dropped", "no_route", own)]

@@ -108,11 +108,11 @@ def established_port(path: Path_, v: int, host: str) -> int:
 @contextlib.contextmanager
 def no_flows(path: Path_) -> Iterator[None]:
     """Deletes all flows before and after."""
-    path.clear("flows")
+    path.site.clear("flows")
     try:
         yield
     finally:
-        path.clear("flows")
+        path.site.clear("flows")
         with path.site.pinned("port_slots") as slots:
             for key, _ in list(slots.items()):
                 slots.update(key, bytes(PORT_SLOT.size))
@@ -268,7 +268,7 @@ def test_handshake_at_another_frontend_locks_no_client_out(path: Path_, v: int, 
         Flow(path, v, IP, source).send(script).age(age_)
     verdict, _ = path.ingress(tcp(own, vip(v, LOCAL), flags="S", seq=5))
     assert (verdict == TC_ACT_UNSPEC) == given
-    path.clear("flows")
+    path.site.clear("flows")
 
 
 SOCKETS = [
@@ -312,7 +312,7 @@ def test_port_of_a_socket_of_the_node_is_left_alone(uplink: Path_, v: int, row: 
         verdict, got = uplink.ingress(begins)
         uplink.expect_untouched(sent)
     assert (verdict, parsed(got).source) == (TC_ACT_REDIRECT, end(NODE[v], number[1]))
-    uplink.clear("flows")
+    uplink.site.clear("flows")
 
 
 @pytest.mark.parametrize("kind", ["tcp", "udp", "sctp"])
@@ -322,7 +322,7 @@ def test_port_of_a_frontend_is_left_alone(uplink: Path_, v: int, kind: str):
     _, got = uplink.ingress(ALL_KINDS[kind](client(v, TAKEN_PORT), vip(v, CLUSTER)))
     assert host_of(parsed(got).source) == NODE[v]
     assert TAKEN_PORT < port_of(parsed(got).source) <= TAKEN_PORT + 9
-    uplink.clear("flows")
+    uplink.site.clear("flows")
 
 
 def test_recently_active_client_keeps_its_port(path: Path_, v: int):
@@ -461,7 +461,7 @@ def test_a_tenant_puts_no_port_of_anothers_backend_in_doubt(path: Path_, v: int,
         flow.talk = Talk(1 << 30, 3 << 30)
         flow.send("S <SA A A+ <A FA <FA A")
         path.through(Talk(5, 6).segment("S", flow.own, flow.front))
-        path.clear("flows")
+        path.site.clear("flows")
         path.node(NodeFlag(0), theirs[place], theirs[place])
         verdict, _ = path.ingress(tcp(client(v), vip(v, CLUSTER), flags="S"))
     assert (verdict == TC_ACT_SHOT) != is_secret

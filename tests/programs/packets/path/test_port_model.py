@@ -229,7 +229,7 @@ def known_doubts(node: Node) -> Iterator[None]:
 def test_programs_give_and_forward_no_more_than_the_model(node: Node, v: int):
     seen = set()
     for seed in range(WAYS):
-        node.path.clear("flows")
+        node.path.site.clear("flows")
         rng, way, world = random.Random(f"{v} {seed}"), list[str](), Replay(node, v)
         planned = list(HANDSHAKE) if seed % 2 else []
         for _ in range(STEPS):

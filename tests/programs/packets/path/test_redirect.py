@@ -368,7 +368,7 @@ def test_starting_agent_reserves_conntracks_ports(path: Path_, monkeypatch):
 
 def test_masqueraded_flows_are_published_to_conntrack(path: Path_, v: int):
     """Each masqueraded flow once, with the source the backend sees; no ended and no local flows."""
-    path.clear("flows")
+    path.site.clear("flows")
     flow = established(path, v)
     ended = established(path, v).send("FA <FA")
     established(path, v, LOCAL, "udp")

@@ -115,8 +115,7 @@ class Refusals:
         is full.
         """
         then = max(0, time.monotonic_ns() + spent) if spent else 0
-        with self.path.site.pinned("refusal_limits") as limits:
-            limits.update(U32.pack(which), REFUSAL_LIMIT.pack(then, interval, burst))
+        self.path.site.put("refusal_limits", U32.pack(which), REFUSAL_LIMIT.pack(then, interval, burst))
 
     def answers(self, v: int, kind: str, hosts: Iterable[str]) -> int:
         """How many of these clients' packets are answered; the others must be counted as
@@ -150,12 +149,9 @@ BUCKET = {"udp": RefusalLimit.ICMP, "sctp": RefusalLimit.ICMP, "tcp": RefusalLim
 
 @pytest.fixture
 def refusals(path: Path_) -> Iterator[Refusals]:
-    with path.site.pinned("refusal_limits") as limits:
-        before = dict(limits.items())
-        limits.update(U32.pack(RefusalLimit.PEER_RESET), bytes(REFUSAL_LIMIT.size))  # no limit
+    with path.site.restored("refusal_limits"):
+        path.site.put("refusal_limits", U32.pack(RefusalLimit.PEER_RESET), bytes(REFUSAL_LIMIT.size))  # no limit
         yield Refusals(path)
-        for key, value in before.items():
-            limits.update(key, value)
 
 
 @pytest.mark.parametrize("kind", FIRST)
@@ -220,8 +216,7 @@ def test_refusal_limits_are_the_kernels_settings(path: Path_, name: str):
         "net.ipv4.icmp_ratelimit": rate,
         "net.ipv6.icmp.ratelimit": rate6,
     }
-    with path.site.pinned("refusal_limits") as limits:
-        before = dict(limits.items())
+    with path.site.restored("refusal_limits"), path.site.pinned("refusal_limits") as limits:
         kept = path.inside(lambda: {key: sysctl.read(key) for key in settings})
         try:
             path.inside(lambda: [sysctl.write(*one) for one in settings.items()])
@@ -229,8 +224,6 @@ def test_refusal_limits_are_the_kernels_settings(path: Path_, name: str):
             found = {which: REFUSAL_LIMIT.unpack(limits.lookup(U32.pack(which)) or b"")[1:] for which in RefusalLimit}
         finally:
             path.inside(lambda: [sysctl.write(*one) for one in kept.items()])
-            for key, value in before.items():
-                limits.update(key, value)
     assert found == {
         RefusalLimit.ICMP: (10**6, 50),
         RefusalLimit.RESET: (10**6, 50),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import CACHED_DEVICE, CACHED_DEVICES, U32, DeviceFlag, Reason, Role, TcpState
+from kbpf.dataplane.bpf.maps.layout import CACHED_DEVICE, U32, DeviceFlag, Reason, Role, TcpState
 from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
     ANSWERS,
@@ -295,20 +295,12 @@ def test_client_connects_to_the_backend_itself_by_a_new_device(node: Node, v: in
     """
     gone = node.devices[UPLINK2]
     own = node.converse(v, LOCAL, f"{LIVE} FA <FA A", UPLINK2).own
-    with node.path.site.pinned("devices") as known, node.path.site.pinned("device_cache") as cache:
-        before = known.lookup(U32.pack(gone))
-        slot = U32.pack(gone % CACHED_DEVICES)
-        cached = cache.lookup(slot)
-        known.delete(U32.pack(gone))
-        cache.update(slot, bytes(CACHED_DEVICE.size))
-        syn = tcp(own, pod(v), flags="S", seq=99)
-        answer = tcp(pod(v), own, flags="SA", seq=7, ack=100)
-        try:
-            node.expect_untouched(syn, OTHER)
-            node.expect_untouched(answer, BACKEND)
-        finally:
-            known.update(U32.pack(gone), before)
-            cache.update(slot, cached)
+    with node.path.site.restored("devices", "device_cache"):
+        with node.path.site.pinned("devices") as known:
+            known.delete(U32.pack(gone))
+        node.path.cache(gone, bytes(CACHED_DEVICE.size))
+        node.expect_untouched(tcp(own, pod(v), flags="S", seq=99), OTHER)
+        node.expect_untouched(tcp(pod(v), own, flags="SA", seq=7, ack=100), BACKEND)
 
 
 def test_a_forged_repetition_is_no_failure_of_the_backend(node: Node, v: int):

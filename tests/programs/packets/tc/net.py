@@ -5,26 +5,28 @@ Hand-assembled programs count frames of an unused EtherType, each in its own ele
 frame that no program saw is missing from the sum.
 """
 
+import contextlib
 import itertools
 import json
 import shutil
 import socket
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from kbpf.kernel.bpf import objects
-from kbpf.kernel.bpf.clsact import Direction, FilterIdentity
+from kbpf.kernel.bpf.clsact import Direction, Filter, FilterIdentity
 from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, Attachment, AttachMethod, TcAttacher
 from kbpf.kernel.bpf.uapi import BPF_PROG_TYPE_SCHED_CLS
-from kbpf.kernel.system import netns, sysctl
+from kbpf.kernel.net.uapi import NLM_F_EXCL
+from kbpf.kernel.system import sysctl
 from tests.support.features import lacking, needs
 from tests.support.lab.lab import ip, run, until
+from tests.support.lab.namespace import Namespace
 
 T = TypeVar("T")
 
@@ -75,6 +77,16 @@ def counting(seen: Map, place: int) -> Program:
     return Program.load(f"count{place}", BPF_PROG_TYPE_SCHED_CLS, 0, check + count + leave())
 
 
+@contextlib.contextmanager
+def filter_of_others(ifindex: int, direction: Direction, program: Program, priority: int = 1) -> Iterator[None]:
+    """A filter of another tool on the device's clsact, which exists already."""
+    place = Filter("bpf", priority, socket.htons(3), 7, "theirs", 0)
+    with TcAttacher(Path("/nowhere"), AttachMethod.CLSACT) as kernel:
+        kernel._filters._write(ifindex, direction, program, place, NLM_F_EXCL)
+        yield
+        kernel._filters._delete(ifindex, direction, place)
+
+
 PAIR = struct.Struct("=4s4s2s2s")
 """The key of a recorded packet: addresses and ports, source first, in network byte order."""
 
@@ -104,19 +116,16 @@ def recording(name: str, seen: Map, result: int) -> Program:
     return Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, check + record + leave(result))
 
 
-@dataclass
-class Net:
+class Net(Namespace):
     """A network namespace with a veth pair, `here` and `far`, and a folder for pins."""
 
-    name: str
-    folder: Path = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self.folder = Path("/sys/fs/bpf") / self.name
         self.folder.mkdir()
         ip(f"netns add {self.name}")
         # The kernel would add addresses of the link, and report them a second or two later.
-        self.inside(lambda: sysctl.write("net.ipv6.conf.default.addr_gen_mode", "1"))
+        self.do(lambda: sysctl.write("net.ipv6.conf.default.addr_gen_mode", "1"))
         self.ip("link add here type veth peer name far", "link set here up", "link set far up")
         until("the pair is up", self._is_up)
 
@@ -124,21 +133,13 @@ class Net:
         shown = json.loads(run("ip", "-n", self.name, "-j", "link", "show", "type", "veth"))
         return {each["operstate"] for each in shown} == {"UP"}
 
-    def ip(self, *lines: str) -> None:
-        """Runs iproute2 commands in the namespace."""
-        ip(*lines, netns=self.name)
-
     def tc(self, line: str) -> str:
         """Runs one tc command in the namespace, as another agent would."""
         return run("nsenter", f"--net=/run/netns/{self.name}", "tc", *line.split())  # -n hides the pins
 
-    def inside(self, action: Callable[[], T]) -> T:
-        """Runs `action` in the namespace."""
-        return netns.run_in(Path("/run/netns") / self.name, action)
-
     def index(self, device: str) -> int:
         """The index of a device."""
-        return self.inside(lambda: socket.if_nametoindex(device))
+        return self.do(lambda: socket.if_nametoindex(device))
 
     def ours(
         self,
@@ -152,7 +153,7 @@ class Net:
             with TcAttacher(self.folder, how, mark or FilterIdentity()) as tc:
                 return action(tc)
 
-        return self.inside(work)
+        return self.do(work)
 
     def attach(
         self,
@@ -194,7 +195,7 @@ class Net:
         if lacking("tcx"):
             return []
         index = self.index(device)
-        return list(self.inside(lambda: objects.list_attached(index, ATTACH_TYPE[direction])))
+        return list(self.do(lambda: objects.list_attached(index, ATTACH_TYPE[direction])))
 
     def wire(self, direction: Direction) -> socket.socket:
         """A packet socket on the device from which frames pass `here` in this direction."""
@@ -205,7 +206,7 @@ class Net:
             made.bind((device, ETHERTYPE))
             return made
 
-        return self.inside(work)
+        return self.do(work)
 
     def close(self) -> None:
         """Deletes the pins and the namespace."""

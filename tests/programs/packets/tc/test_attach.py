@@ -16,7 +16,6 @@ from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.bpf.tc import Attachment, AttachMethod, TcAttacher, probe_tcx
-from kbpf.kernel.system import netns
 from tests.programs.packets.tc.net import (
     ETHERTYPE,
     Net,
@@ -26,7 +25,8 @@ from tests.programs.packets.tc.net import (
     refused,
 )
 from tests.support.features import needs
-from tests.support.lab.lab import ip, until
+from tests.support.lab.lab import until
+from tests.support.lab.namespace import made
 
 FRAME = bytes(6) + bytes(6) + ETHERTYPE.to_bytes(2, "big") + bytes(50)
 
@@ -148,7 +148,7 @@ def test_pin_under_another_devices_name_is_ignored(net: Net, programs: list[Prog
 @needs("tcx")
 def test_unfinished_attachment_is_repeated(net: Net, programs: list[Program]):
     index = net.index("here")
-    with net.inside(lambda: Link.attach(programs[0], index, 46)) as link:
+    with net.do(lambda: Link.attach(programs[0], index, 46)) as link:
         link.pin(net.folder / f"new-{index}-ingress")
     net.attach(AttachMethod.TCX, programs[0])
     assert [path.name for path in net.folder.iterdir()] == [f"{index}-ingress"]
@@ -185,20 +185,17 @@ def test_new_device_with_the_same_index_has_no_attachments(net: Net, programs: l
 @needs("tcx")
 def test_device_moved_to_another_namespace_is_detached(net: Net, programs: list[Program]):
     net.attach(AttachMethod.TCX, programs[0])
-    index, elsewhere = net.index("here"), f"{net.name}b"
-    ip(f"netns add {elsewhere}")
-    try:
-        net.ip(f"link set here netns {elsewhere}")
+    index = net.index("here")
+    with made() as elsewhere:
+        net.ip(f"link set here netns {elsewhere.name}")
 
         def there() -> tuple[int, ...]:
-            return netns.run_in(Path("/run/netns") / elsewhere, lambda: objects.list_attached(index, 46))
+            return elsewhere.do(lambda: objects.list_attached(index, 46))
 
         assert there() == (program_id(programs[0]),)
         assert net.ours(None, TcAttacher.list_all) == ()
         assert net.ours(None, TcAttacher.sweep) == 1
         assert there() == ()
-    finally:
-        ip(f"netns del {elsewhere}")
 
 
 # ---- results of the kernel ---------------------------------------------------------------------
@@ -217,7 +214,7 @@ def test_probe_without_privileges_is_unknown():
 def test_program_already_attached_by_another_link_is_an_error(net: Net, programs: list[Program]):
     index = net.index("here")
     with (
-        net.inside(lambda: Link.attach(programs[0], index, 46)),
+        net.do(lambda: Link.attach(programs[0], index, 46)),
         pytest.raises(KernelError, match=r"EEXIST; this program is attached by a link"),
     ):
         net.attach(AttachMethod.TCX, programs[0])

@@ -2,23 +2,20 @@
 """Fixtures of UDP: a node whose pods are clients and backends."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.programs.sockets.udp.bench import Bench
 from tests.support.lab.lab import Node, until
-from tests.support.plane import flush, sites
+from tests.support.plane import Site, flush
 
 
 @pytest.fixture(scope="module")
-def whole(node: Node, artifact_cache: Path) -> Iterator[Bench]:
+def whole(node: Node, shared_site: Site) -> Bench:
     pods = {name: node.pod(name) for name in ("pod", "other", "one", "two", "three")}
     for name in ("one", "two", "three"):
         pods[name].serve(8080, udp=(8080,))
-    with sites(artifact_cache) as make:
-        site = make(cgroup=node.cgroup, node=node.netns)
-        yield Bench(node, site, site.open(), {**pods, "host": node.host})
+    return Bench(node, shared_site, shared_site.open(), {**pods, "host": node.host})
 
 
 @pytest.fixture

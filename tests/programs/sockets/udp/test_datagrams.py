@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datagrams of unconnected and connected sockets, and which sender the client is shown."""
+"""Datagrams of unconnected and connected sockets, and which sender the client is shown. Rows of single ones:
+test_connect.py.
+"""
 
-import errno
 import socket
 import struct
-from typing import NamedTuple
 
 import pytest
 
@@ -23,91 +23,21 @@ from tests.programs.sockets.udp.bench import (
 from tests.support.features import needs
 from tests.support.lab.lab import until
 from tests.support.plane import flush, service
-from tests.support.table import each_row, table
 
 FLOW_IDLE_NS = 120 * 10**9
 
 
-class Send(NamedTuple):
-    """One datagram: its client, its destination, and the server that replies or the errno."""
-
-    name: str
-    client: str
-    to: str
-    gets: str = "one"
-
-
-SENDS = table(
-    Send,
-    """
-pod to ClusterIP               | pod  | 10.96.0.1:53
-host to ClusterIP              | host | 10.96.0.1:53
-pod to IPv6 ClusterIP          | pod  | [fd00:96::1]:53       | two
-v4-mapped on an IPv6 socket    | pod  | [::ffff:10.96.0.1]:53
-pod to NodePort                | pod  | {node}:30053
-host to NodePort on loopback   | host | 127.0.0.1:30053
-no endpoints                   | pod  | 10.96.0.3:53          | ECONNREFUSED
-no endpoints, v4-mapped        | pod  | [::ffff:10.96.0.3]:53 | ECONNREFUSED
-no endpoints, IPv6             | pod  | [fd00:96::3]:53       | ECONNREFUSED
-internal Local, only elsewhere | pod  | 10.96.0.4:53          | ETIMEDOUT
-a plain address                | pod  | {three}:8080          | three
-a plain v4-mapped address      | pod  | [::ffff:{three}]:8080 | three
-""",
-)
-
-
-def marks(row: Send) -> tuple[pytest.MarkDecorator, ...]:
-    """Kernel features that a row needs: to set the errno in the hook, or to recognise the host."""
-    return (
-        *([needs("set_retval")] if row.gets in errno.errorcode.values() else []),
-        *([needs("netns_cookie")] if row.to.startswith("127.") else []),
-    )
-
-
-@each_row(SENDS, marks)
-def test_datagram_reaches_its_backend(bench: Bench, row: Send):
-    """recvfrom() shows the address that the client used; the backend sees the client. (connect():
-    test_connect.py.)
-    """
-    bench.serve(
-        bench.udp("10.96.0.1:53 NodePort=0.0.0.0:30053", "one"),
-        bench.udp("[fd00:96::1]:53", "two"),
-        bench.udp("10.96.0.3:53", ""),
-        bench.udp("[fd00:96::3]:53", ""),
-        bench.udp("10.96.0.4:53", "one", internal_local=True),
-    )
-    to = row.to.format(node=bench.node.ip, three=bench["three"].ip)
-    host, _, port = to.rpartition(":")
-    host = host.strip("[]")
-    client = bench[row.client]
-    answer = client.udp(host, int(port))
-    if row.gets in errno.errorcode.values():
-        assert answer == {"error": row.gets, "at_once": True}
-        return
-    assert answer.get("name") == row.gets, answer
-    assert answer["peer"] == [host, int(port)], "recvfrom() shows the address that the client used"
-    if row.client == "pod":
-        assert answer["client"] in (client.ip, client.ip6), "the backend sees the client itself"
-
-
-def test_one_socket_talks_to_several_services(bench: Bench):
-    bench.web("one", dns="two")
-    pod = bench["pod"]
-    for host, name in 3 * (("10.96.0.1", "one"), ("10.96.0.2", "two"), (bench["three"].ip, "")):
-        answer = pod.udp(host, 53 if name else 8080, keep="s")
-        assert answer["name"] == (name or "three")
-        assert answer["peer"][0] == host
-    assert bench.held() == {"udp_flows": 2}
-    pod.ask("drop", keep="s")
-
-
 def test_replies_in_any_order_show_their_frontend(bench: Bench):
-    """Each reply shows the frontend that its request went to, not the one used last."""
+    """Each reply shows the frontend that its request went to, not the one used last; a backend's own
+    address is no frontend.
+    """
     bench.web("one", dns="two")
     with socket_of(bench["pod"]) as s:
-        for host in ("10.96.0.1", "10.96.0.2"):
-            s.sendto(b"hello\n", (host, 53))
-        assert {receive(s), receive(s)} == {("one", ("10.96.0.1", 53)), ("two", ("10.96.0.2", 53))}
+        ends = {"one": ("10.96.0.1", 53), "two": ("10.96.0.2", 53), "three": (bench["three"].ip, 8080)}
+        for to in ends.values():
+            s.sendto(b"hello\n", to)
+        assert {receive(s) for _ in ends} == {*ends.items()}
+        assert bench.held() == {"udp_flows": 2}
 
 
 def test_reply_of_a_shared_backend_shows_the_last_used_frontend(bench: Bench):
@@ -152,15 +82,11 @@ def test_value_of_another_frontend_ends_no_flow(bench: Bench, answers: bool):
     """The kernel may give the memory of an entry to another key while a program reads it."""
     bench.web("one", dns="two")
     web, dns = (pack_target(parse_addr(f"10.96.0.{i}"), 53, Protocol.UDP) for i in (1, 2))
-    with socket_of(bench["pod"]) as s, bench.site.pinned("services") as services:
+    with socket_of(bench["pod"]) as s, bench.site.restored("services"):
         assert answer(s)[0] == "one"
-        kept = dict(services.items())
-        services.update(web, kept[dns])
-        try:
-            directly = [(bench["one"].ip, 8080)] if answers else []
-            assert answer(s, *directly) == ("one", ("10.96.0.1", 53))
-        finally:
-            services.update(web, kept[web])
+        bench.site.put("services", web, bench.site.entries("services")[dns])
+        directly = [(bench["one"].ip, 8080)] if answers else []
+        assert answer(s, *directly) == ("one", ("10.96.0.1", 53))
 
 
 def test_idle_flow_chooses_a_new_backend(bench: Bench):
@@ -197,15 +123,6 @@ def test_requests_and_replies_keep_a_flow_alive(bench: Bench, asks: bool):
         age(bench, s, FLOW_IDLE_NS - 30 * 10**9)
         bench.web("two", serving="one two")
         assert answer(s)[0] == "one"
-
-
-def test_socket_connected_elsewhere_leaves_the_service(bench: Bench):
-    bench.web("one")
-    web, one, two = ("10.96.0.1", 53), (bench["one"].ip, 8080), (bench["two"].ip, 8080)
-    with socket_of(bench["pod"]) as s:
-        for name, to in (("one", web), ("two", two), ("one", web), ("one", one)):
-            s.connect(to)
-            assert (talk(s), s.getpeername()) == ((name, to), to)
 
 
 NOWHERE = "255.255.255.255"  # the kernel refuses connect() to it without SO_BROADCAST
