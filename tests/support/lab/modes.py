@@ -44,8 +44,6 @@ CANNOT: dict[str, str] = {
     r"test_north_south.*short circuit": PODS,
     r"test_which_packets_bypass_a_closed_forward_chain": MAPS,
     r"test_without_the_packet_path_all_programs_are_detached": MAPS,
-    # tests/lab/traffic/test_local_mode.py
-    r"test_which_clients_use_the_short_circuit\[none-": PODS,
     # tests/lab/traffic/test_updates.py
     r"test_udp_sockets_of_a_backend_that_stops_are_aborted": SOCKETS,
 }
