@@ -28,20 +28,10 @@ from tests.support.cluster.cluster import Cluster, Places
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, service, slice_port
 from tests.support.cluster.scenario import FolderNode, Object
 from tests.support.features import lacking
-from tests.support.lab.lab import Agent, Lab, detach, until
+from tests.support.lab.lab import Agent, detach, until
 
 CONNECT4 = 10
 POD_UID = "0f4a1c1e-5d0b-4c52-9a57-3d6a2a1f9b10"
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory) -> Iterator[FolderNode]:
-    folder = tmp_path_factory.mktemp("verify") / "objects"
-    with Lab(1, "v", apart=True) as lab, FolderNode(lab, folder, pods=3) as made:
-        made.write(scenario.documents("shop"))
-        made.agent.start()
-        made.settle()
-        yield made
 
 
 def flags(node: FolderNode) -> list[str]:
