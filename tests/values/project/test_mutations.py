@@ -6,7 +6,7 @@ instead of a mutant that is silently not tested.
 import pytest
 
 from tests.mutations.c_patches import PATCHES, Patch
-from tests.mutations.groups import EQUIVALENT, GROUPS, ROOT, Group, equivalent
+from tests.mutations.groups import EQUIVALENT, ROOT, equivalent
 from tests.mutations.python import mutants
 
 
@@ -17,13 +17,6 @@ def test_a_patch_matches_the_current_code(patch: Patch):
     assert patch.old != patch.new
     assert patch.units
     assert all((ROOT / test).exists() for test in patch.tests)
-
-
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
-def test_a_group_has_files_and_tests(group: Group):
-    assert group.sources()
-    assert all(path.is_file() for path in group.sources())
-    assert all((ROOT / test).exists() for test in group.tests)
 
 
 def test_equivalent_mutants_match_the_current_code():
