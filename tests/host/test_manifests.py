@@ -101,6 +101,7 @@ allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities: {drop: [ALL], add: [BPF, NET_ADMIN, PERFMON, SYS_ADMIN, SYS_RESOURCE]}
 """
+SETTINGS = {"name": "kbpf-settings", "optional": True}
 
 
 def test_the_spec_of_the_pod(overlay: tuple[str, list[Object]]):
@@ -115,6 +116,8 @@ def test_the_spec_of_the_pod(overlay: tuple[str, list[Object]]):
     writable = {mount["mountPath"] for mount in container(objects)["volumeMounts"] if not mount.get("readOnly")}
     assert writable == {"/sys/fs/bpf", "/host/proc/sys/net", "/run/kbpf", "/var/cache/kbpf", "/tmp"}
     assert "cpu" not in container(objects)["resources"]["limits"]
+    # settings, which commands in the pod read too
+    assert container(objects)["envFrom"] == [{"prefix": "KBPF_", "configMapRef": SETTINGS}]
 
 
 COMPONENTS = yaml.safe_load("""

@@ -42,7 +42,7 @@ def _features(text: str) -> tuple[Feature, ...]:
 
 
 LAB = """
-traffic/dials traffic/updates traffic/sctp traffic/local_mode
+traffic/dials traffic/updates traffic/sctp
 outside/north_south agent/source_folder agent/node_life
 """
 """The lab's tests that run in both modes."""

@@ -19,47 +19,30 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.campaigns import deadline
-from tests.support.faults.scripted import Exchange, ScriptedServer, Step, quiet
+from tests.support.faults.scripted import Exchange, ScriptedServer, Step, chunk, quiet
 from tests.support.lab.lab import PATIENCE
+from tests.values.source.reflector.scripted import added, bookmark, lines, service, status
 
 MEMORY_MB = 300.0
 VISIBLE_SECONDS = PATIENCE
 HEAL_SECONDS = PATIENCE
 """Enough for a back-off of 30 s and for a Retry-After of 90 s."""
-END = {"k8s.io/initial-events-end": "true"}
-KINDS = {"services": "Service", "endpointslices": "EndpointSlice", "nodes": "Node", "pods": "Pod"}
 
 
 # --- an ordinary server ---
-
-
-def named(name: str, version: int, **more: Any) -> dict[str, Any]:
-    """An object that is valid for each of the kinds, or is ignored."""
-    meta = {"name": name, "namespace": "ns", "uid": f"u-{name}", "resourceVersion": str(version)}
-    spec = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | more
-    return {"metadata": meta, "spec": spec}
-
-
-def line(event: str, obj: dict[str, Any]) -> dict[str, Any]:
-    return {"type": event, "object": obj}
-
-
-def bookmark(version: int, end: bool = False) -> dict[str, Any]:
-    meta = {"resourceVersion": str(version), "annotations": END if end else None}
-    return line("BOOKMARK", {"metadata": meta})
 
 
 def ordinary(exchange: Exchange) -> None:
     """Lists the object `good`, as a stream or a page, and then sends nothing."""
     query = exchange.request.query
     if "sendInitialEvents" in query:
-        exchange.watch(line("ADDED", named("good", 900)), bookmark(1000, end=True))
+        exchange.watch(added("good", 900), bookmark(1000, end=True))
         exchange.hang()
     elif "watch" in query:
         exchange.watch(bookmark(1000))
         exchange.hang()
     else:
-        page = {"metadata": {"resourceVersion": "1000"}, "items": [named("good", 900)]}
+        page = {"metadata": {"resourceVersion": "1000"}, "items": [service("good", 900)]}
         exchange.answer(200, page)
 
 
@@ -114,7 +97,7 @@ def listed(*lines: Any) -> Step:
     def step(exchange: Exchange) -> None:
         start = []
         if "sendInitialEvents" in exchange.request.query:
-            start = [line("ADDED", named("good", 900)), bookmark(1000, end=True)]
+            start = [added("good", 900), bookmark(1000, end=True)]
         elif "watch" not in exchange.request.query:
             ordinary(exchange)
             return
@@ -122,10 +105,6 @@ def listed(*lines: Any) -> Step:
         exchange.hang()
 
     return step
-
-
-def status(code: int, **headers: str) -> Step:
-    return lambda exchange: exchange.answer(code, {"message": ""}, **headers)
 
 
 def next_page(exchange: Exchange) -> None:
@@ -138,16 +117,16 @@ def next_page(exchange: Exchange) -> None:
 def changing(exchange: Exchange) -> None:
     """Sends a list with other contents each time, under the same version, and then 410."""
     address = f"10.96.1.{random.randrange(1, 250)}"
-    lines = [line("ADDED", named("good", 900, clusterIP=address)), bookmark(1000, end=True)]
+    first = [added("good", 900, clusterIP=address), bookmark(1000, end=True)]
     if "sendInitialEvents" not in exchange.request.query:
-        lines = []
-    exchange.watch(*lines, line("ERROR", {"code": 410, "message": "too old"}))
+        first = []
+    exchange.watch(*first, *lines("error=410"))
     exchange.end()
 
 
 def growing(exchange: Exchange) -> None:
     """Repeats the same objects in a list that does not end."""
-    exchange.watch(line("ADDED", named("good", 900)))
+    exchange.watch(added("good", 900))
     while not exchange.closing(0.0):
         exchange.sock.sendall(MANY_LINES)
     exchange.open = False
@@ -162,11 +141,7 @@ META = b'{"metadata":{"resourceVersion":"5"},"items":['
 BOMB = gzip.compress(b" " * (64 << 20))
 
 
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%s\r\n" % (len(data), data)
-
-
-MANY_LINES = b"".join(chunk(json.dumps(line("ADDED", named(f"n{n}", n))).encode() + b"\n") for n in range(50))
+MANY_LINES = b"".join(chunk(json.dumps(added(f"n{n}", n)).encode() + b"\n") for n in range(50))
 BOUNDED: dict[str, Step] = {
     "an endless error": endless(b"HTTP/1.1 500 No\r\n\r\n", b"x" * 65536),
     "an endless page of objects": paged(endless(JSON + b"\r\n" + META, b"{}," * 20_000)),
@@ -210,7 +185,7 @@ ROWS = BOUNDED | {
     "invalid UTF-8": page(META + b'{"metadata":{"name":"\xff\xfe"}}]}'),
     "1,000 headers": sends(HEAD + b"A: b\r\n" * 1000 + b"\r\n{}"),
     "a reset after the head": lambda e: (e.head(200), e.reset()),
-    "a reset in the list": lambda e: (e.watch(line("ADDED", named("a", 5))), e.reset()),
+    "a reset in the list": lambda e: (e.watch(added("a", 5)), e.reset()),
     "endless pages": paged(next_page),
 }
 

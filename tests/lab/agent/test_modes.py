@@ -140,15 +140,3 @@ def test_switching_the_mode_fails_no_connection(field: Field, mode: str):
     kept.close()
     until("nothing is left of the other mode", lambda: left(field.agent) == [], SLOWLY)
     serves(field)
-
-
-def test_a_second_agent_of_the_other_mode_does_not_start(field: Field):
-    agent = field.agent
-    other = Agent(field.lab.nodes[0], "--source", str(field.folder))
-    other.state_dir, other.log = agent.state_dir, agent.log.with_suffix(".other")
-    other.mode = OTHER[agent.mode]
-    field.lab.nodes[0].agent = agent
-    other.start(wait=False)
-    assert other.wait_ended() != 0
-    assert "another agent is at work here" in other.tail()
-    serves(field)

@@ -15,7 +15,7 @@ from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, IpvsRequest
 from kbpf.kernel.system import netns
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, service, slice_port
 from tests.support.cluster.scenario import FolderNode
-from tests.support.lab.lab import MODE, Lab, Node, Place, ip, run, until
+from tests.support.lab.lab import MODE, Lab, Place, ip, run, until
 from tests.support.lab.podnet import gate
 
 OLD, OLD6, NEW, NEW6 = "198.18.0.1", "fd00:198:18::1", "198.18.0.77", "fd00:198:18::77"
@@ -138,73 +138,6 @@ def test_pod_network_comes_after_the_agent(home: FolderNode):
         becomes_served(home, *dials)
         serves(home, *dials, backend="late")
         assert late.many(8, "10.96.0.20", 80)["names"] == {"a1": 8}
-
-
-def test_overlay_comes_after_the_agent(home: FolderNode):
-    """A CNI's daemon creates its overlay device, and its plugin a bridge, while the agent runs.
-    Clients outside are masqueraded to the overlay's address, so replies come back through it.
-    """
-    here, there = home.agent.node, home.agent.node.lab.nodes[1]
-    with running(home), overlay(here, there):
-        backends = {"remote": there, "bridged": here}
-        for name, where in backends.items():
-            home.places[name], home.home[name] = where.pod(name).serve(8080), where
-        bridged = home["bridged"]
-        device = f"p{len(here.pods)}"
-        ip(
-            f"""
-            link add cni0 type bridge
-            link set cni0 up
-            link set {device} master cni0
-            route replace {bridged.ip}/32 dev cni0 src {gate(here.number, False)}
-            """,
-            netns=here.netns,
-        )
-        for number, name in enumerate(backends, 40):
-            home.write(home.web(number, name, type="NodePort", node_port=30000 + number))
-        home.settle()
-        for number, name in enumerate(backends, 40):
-            dials = (("host-1", f"10.96.0.{number}", 80), ("outside", OLD, 30000 + number))
-            becomes_served(home, *dials)
-            serves(home, *dials, backend=name)
-
-        def clients() -> set[str]:
-            return {client for _, _, client, *_ in home["outside"].many(8, OLD, 30040)["seen"]}
-
-        # The device may have got its programs before its address.
-        until(
-            "clients are masqueraded to the address of the overlay",
-            lambda: clients() == {overlay_address(here)},
-            state=clients,
-        )
-        assert bridged.many(8, "10.96.0.40", 80)["names"] == {"remote": 8}
-
-
-def overlay_address(node: Node) -> str:
-    return f"10.244.{node.number}.0"
-
-
-@contextlib.contextmanager
-def overlay(*nodes: Node) -> Iterator[None]:
-    """A VXLAN device on each of two nodes, as flannel's: it carries what goes to the other's pods,
-    and has the first address of the node's own.
-    """
-    pairs = (nodes, nodes[::-1])
-    for this, other in pairs:
-        ip(
-            f"""
-            link add flannel.1 type vxlan id 1 dstport 8472 local {this.ip} remote {other.ip}
-            addr add {overlay_address(this)}/32 dev flannel.1
-            link set flannel.1 up
-            route replace 10.244.{other.number}.0/24 via {overlay_address(other)} dev flannel.1 onlink
-            """,
-            netns=this.netns,
-        )
-    try:
-        yield
-    finally:
-        for this, other in pairs:
-            ip("link del flannel.1", f"route add 10.244.{other.number}.0/24 via {other.ip}", netns=this.netns)
 
 
 @in_any_way

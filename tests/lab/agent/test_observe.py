@@ -20,12 +20,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support import plane
 from tests.support.build.prometheus import promtool
 from tests.support.cluster.kube import Kube, Object
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.cluster.kube_proxy import KubeProxy, lab_for_proxies
-from tests.support.lab.lab import Agent, Lab, Node, Place, until
+from tests.support.lab.lab import Agent, Lab, Node, until
 from tests.support.lab.web import Got, get
 from tests.support.prometheus import Family, parse
 from tests.support.runtime import docs
@@ -174,8 +173,7 @@ def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
         every = "0.0.0.0/0,::/0"
         proxy = KubeProxy(lab.nodes[1], "nftables", config, f"--nodeport-addresses={every}")
         stack.enter_context(proxy)
-        # Some tests count the connections of kbpf's own table.
-        agent = Agent(lab.nodes[0], "--kubeconfig", str(config), "--accounting", "full", "--forwarding", "stack")
+        agent = Agent(lab.nodes[0], "--kubeconfig", str(config))
         with few_files():
             agent.start()
         made = Site(lab, kube, agent, proxy)
@@ -431,43 +429,3 @@ def test_the_agent_raises_its_open_files_limit(site: Site):
     soft, hard = next(row for row in rows if row.startswith("Max open files")).split()[3:5]
     assert soft == hard
     assert site.metrics()["process_max_fds"].value() == int(hard)
-
-
-def total(site: Site, name: str, **labels: str) -> float:
-    """The sum of a family's samples with these labels; 0 before its first count."""
-    found = site.metrics().get(name)
-    return sum(v for (_, own), v in found.samples.items() if own >= {*labels.items()}) if found else 0.0
-
-
-def serve(site: Site, name: str, target: int, **options: Any) -> Place:
-    """A Service with a pod of our node, which serves port 8080."""
-    pod = site.ours.pod(f"{name}-pod").serve(8080)
-    row = port(80, "http", target=target, node_port=options.pop("node_port", None))
-    site.kube.create(service(name, row, **options))
-    ends = [endpoint(pod.ip, node=site.ours.name)]
-    site.kube.create(endpoint_slice(name, *ends, ports=[slice_port(target, "http")]))
-    return pod
-
-
-def test_connection_outcomes_are_counted_by_service(site: Site):
-    pod = serve(site, "answered", 8080, cluster_ip="10.96.0.77")
-    serve(site, "closed", 8081, cluster_ip="10.96.0.78")
-
-    def are_programmed() -> bool:
-        frontends = plane.dump(site.agent.entries)["frontends"]
-        return all(frontends.get(f"10.96.0.{n}:80/TCP", {}).get("cluster") for n in (77, 78))
-
-    # A client that gives up early would be counted as unanswered.
-    until("both Services are programmed", are_programmed)
-    assert pod.tcp("10.96.0.77", 80)["name"] == pod.name
-    assert pod.tcp("10.96.0.78", 80)["error"] == "ECONNREFUSED"
-    for name, labels, least in (
-        ("kbpf_decisions_total", {"reason": "translated"}, 1),
-        ("kbpf_service_failures_total", {"service": "closed", "reason": "refused"}, 1),
-        ("kbpf_service_connections_total", {"service": "answered"}, 1),
-        ("kbpf_service_round_trip_seconds", {"service": "answered"}, 1),
-        ("kbpf_service_bytes_total", {"service": "answered", "direction": "in"}, len(b"bye\n")),
-        ("kbpf_service_bytes_total", {"service": "answered", "direction": "out"}, len(b'{"name": "other"')),
-    ):
-        until(f"{name} {labels}", lambda: total(site, name, **labels) >= least)  # noqa: B023
-    assert not total(site, "kbpf_service_failures_total", service="answered", reason="unanswered")

@@ -6,15 +6,11 @@ With KBPF_TEST_SCREENSHOT=FILE its picture is kept, as docs/screens/page.png.
 
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.support.cluster import scenario
 from tests.support.cluster.scenario import FolderNode
 from tests.support.lab.dial import REFUSED, Dial, check
-from tests.support.lab.lab import PATIENCE, Lab
+from tests.support.lab.lab import PATIENCE
 
 BROWSER = (
     "chromium",
@@ -31,17 +27,6 @@ BROWSER = (
 )
 
 
-@pytest.fixture(scope="module")
-def node(tmp_path_factory) -> Iterator[FolderNode]:
-    folder = tmp_path_factory.mktemp("page") / "objects"
-    with Lab(1, "pg", apart=True) as lab, FolderNode(lab, folder, pods=3) as made:
-        made.write(scenario.documents("shop"))
-        made.agent.start()
-        check(made, Dial("an answer", "a2", "10.96.0.20:80", "a1:8080 a3:8081"))
-        check(made, Dial("no endpoints", "a1", "10.96.0.23:80", REFUSED))
-        yield made
-
-
 def browse(node: FolderNode, folder: Path, *options: str) -> str:
     """What Chromium prints of the page. It runs with a new profile."""
     page = folder / "page.html"
@@ -54,6 +39,8 @@ def browse(node: FolderNode, folder: Path, *options: str) -> str:
 
 
 def test_page_shows_services_and_failures(node: FolderNode, tmp_path):
+    check(node, Dial("an answer", "a2", "10.96.0.20:80", "a1:8080 a3:8081"))
+    check(node, Dial("no endpoints", "a1", "10.96.0.23:80", REFUSED))
     text = browse(node, tmp_path, "--dump-dom")
     for expected in ("kbpf on node-1", "healthy", "10.96.0.20:80/TCP", "no endpoints", "ECONNREFUSED"):
         assert expected in text, expected

@@ -4,26 +4,12 @@ tests/values/source/folder.
 """
 
 import resource
-from collections.abc import Iterator
 
-import pytest
-
-from tests.support.cluster import scenario
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, service, slice_port
 from tests.support.cluster.scenario import FolderNode, Object
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial, check
-from tests.support.lab.lab import Lab, ip, until
+from tests.support.lab.lab import ip, until
 from tests.support.lab.load import under_load
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory) -> Iterator[FolderNode]:
-    """A node that serves the scenario `shop`, whose endpoints are the node's three pods."""
-    folder = tmp_path_factory.mktemp("source") / "objects"
-    with Lab(1, "d", apart=True) as lab, FolderNode(lab, folder, pods=3) as made:
-        made.write(scenario.documents("shop"))
-        made.agent.start()
-        yield made
 
 
 def web(cluster_ip: str, *addresses: str) -> list[Object]:

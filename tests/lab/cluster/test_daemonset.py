@@ -237,39 +237,6 @@ def test_the_cleanup_daemonset_removes_kbpf_from_the_nodes(web: PodCluster):
         web.kubelets.sync()
 
 
-def test_kbpf_commands_in_the_pod_use_the_folders_of_kbpf_settings(web: PodCluster):
-    """The commands find the agent's pins, which are elsewhere, without flags: by the environment
-    variables of the ConfigMap kbpf-settings. (By the file: the cleanup DaemonSet above.)
-    """
-    agents = running(web)
-    (daemonset,) = web.kubectl.objects(*SPACE, "get", "ds", "kube-proxy")
-    web.kubectl(*SPACE, "delete", "daemonset", "kube-proxy")
-    web.kubelets.sync()
-    try:
-        for agent in agents:
-            agent.pin_dir = agent.pin_dir.rename(agent.bpffs / "elsewhere")
-        setting = "--from-literal=PIN_DIR=/sys/fs/bpf/elsewhere"
-        web.kubectl(*SPACE, "create", "configmap", "kbpf-settings", setting)
-        kept = {key: daemonset["metadata"][key] for key in ("name", "namespace", "labels")}
-        web.kube.create({**daemonset, "metadata": kept, "status": {}})
-        web.kubelets.sync()
-        adopted(agents)
-        for command in (("inspect", "status"), ("inspect", "service", "default/web-20"), ("check", "--attached")):
-            until(
-                f"{command} succeeds",
-                lambda command=command: agents[0].exec("kbpf", *command).returncode == 0,
-                state=lambda command=command: agents[0].exec("kbpf", *command),
-            )
-    finally:
-        web.kubectl(*SPACE, "delete", "daemonset", "kube-proxy", "--ignore-not-found")
-        web.kubectl(*SPACE, "delete", "configmap", "kbpf-settings", "--ignore-not-found")
-        web.kubelets.sync()
-        for agent in agents:
-            agent.pin_dir = agent.bpffs / "kbpf"
-            if (agent.bpffs / "elsewhere").exists():
-                (agent.bpffs / "elsewhere").rename(agent.pin_dir)
-
-
 # ---- what the container may do -----------------------------------------------------------
 
 

@@ -25,20 +25,17 @@ class Operator:
     """Runs the plugin in an operator's shell."""
 
     def __init__(self, cluster: PodCluster, folder: Path, kubectl: Path) -> None:
-        self.cluster, self.folder = cluster, folder
+        self.nodes = [node.name for node in cluster.lab.nodes[:2]]
         self._shell = Shell(cluster, folder, kubectl)
         (folder / "bin" / "kubectl-kbpf").symlink_to(PLUGIN)
-
-    def __call__(self, command: str, code: int = 0) -> str:
-        """Its output, and after that its errors."""
-        return self._shell(f"kubectl-kbpf {command} 2>&1; [ $? = {code} ]")
 
     def run(self, command: str) -> "subprocess.CompletedProcess[str]":
         return self._shell.run(f"kubectl-kbpf {command}")
 
-    def items(self, command: str, code: int = 0) -> list[dict[str, Any]]:
-        text = self._shell(f"kubectl-kbpf {command} -o json; [ $? = {code} ]")
-        return list(json.loads(text)["items"])
+    def items(self, command: str) -> list[dict[str, Any]]:
+        """The rows of its JSON; [] while it fails."""
+        done = self.run(f"{command} -o json")
+        return list(json.loads(done.stdout)["items"]) if done.returncode == 0 else []
 
 
 @pytest.fixture(scope="module")
@@ -59,41 +56,24 @@ def operator(programs: None, kubectl: Path, tmp_path_factory) -> Iterator[Operat
         yield Operator(cluster, tmp_path_factory.mktemp("operator"), kubectl)
 
 
-def nodes(operator: Operator) -> list[str]:
-    return [node.name for node in operator.cluster.lab.nodes[:2]]
-
-
 def test_status_has_a_row_for_each_node(operator: Operator):
-    def succeeds() -> str:
-        done = operator.run("status -o json")
-        return done.stdout if done.returncode == 0 else ""
-
     # An agent that was stopped for ten seconds is not ok for a moment.
-    rows = json.loads(until("both agents are ok", succeeds))["items"]
+    rows = until("both agents are ok", lambda: operator.items("status"))
     assert [(row["node"], row["agent"], row["mode"], row["failures"]) for row in rows] == [
-        (nodes(operator)[0], "ok", "bpf", 1),
-        (nodes(operator)[1], "ok", "bpf", 0),
+        (operator.nodes[0], "ok", "bpf", 1),
+        (operator.nodes[1], "ok", "bpf", 0),
     ]
     assert all(row["services"] >= 2 and row["version"] and row["pod"] for row in rows)
 
 
 def test_failures_name_the_node(operator: Operator):
     (row,) = operator.items("failures --since 1h")
-    assert (row["node"], row["service"], row["reason"]) == (nodes(operator)[0], "default/web-21", "no_endpoints")
+    assert (row["node"], row["service"], row["reason"]) == (operator.nodes[0], "default/web-21", "no_endpoints")
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_trace_runs_on_the_node_of_the_client(operator: Operator, index: int):
-    node = nodes(operator)[index]
-    output = operator(f"trace host:{node} {SERVICE}")
-    assert HOST in output
-    output = operator(f"exec {node} -- inspect status")
-    assert node in output
-
-
-def test_a_node_without_an_agent_is_a_row(operator: Operator):
-    cluster = operator.cluster
-    last = cluster.lab.nodes[-1]
-    cluster.register(last)
-    row = operator.items("status", 1)[-1]
-    assert (row["node"], row["agent"]) == (last.name, "none")
+def test_trace_and_exec_run_on_a_node(operator: Operator):
+    for node in operator.nodes:
+        for command, says in ((f"trace host:{node} {SERVICE}", HOST), (f"exec {node} -- inspect status", node)):
+            done = operator.run(command)
+            assert done.returncode == 0
+            assert says in done.stdout, done

@@ -27,8 +27,6 @@ from tests.support.lab.lab import DIE_WITH_US, PATIENCE, Place, inside, ip, unti
 from tests.support.lab.modes import PACKETS
 
 DNS, UPSTREAM = "10.96.0.10", "10.96.0.11"
-LINK_LOCAL = "169.254.20.10"
-"""Where the manifest for kube-proxy's mode ipvs lets node-cache listen, and nowhere else."""
 METRICS = 9153
 MAX_ROUNDS = 1 if IN_GUEST else 10
 ANSWER_S = 60.0 if IN_GUEST else 0.2
@@ -74,10 +72,10 @@ class Answer(NamedTuple):
 class Queries:
     """A client's queries to kube-dns, in a loop."""
 
-    def __init__(self, place: Place, folder: Path, server: str = DNS, name: str = WHERE) -> None:
+    def __init__(self, place: Place, folder: Path) -> None:
         self.place = place
-        self._output = folder / f"queries.{place.name}.{server}.{name}"
-        command = ("/usr/bin/python3", "-S", dns_queries.__file__, server, name, str(ANSWER_S), str(PATIENCE))
+        self._output = folder / f"queries.{place.name}"
+        command = ("/usr/bin/python3", "-S", dns_queries.__file__, DNS, WHERE, str(ANSWER_S), str(PATIENCE))
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 [*DIE_WITH_US, *inside(place.netns, place.cgroup, *command)], stdout=output
@@ -122,9 +120,9 @@ def server(field: Field) -> Iterator[None]:
 
 
 @pytest.fixture
-def cache(field: Field, request) -> Iterator[NodeCache]:
-    """The cache, which listens at the ClusterIP, or at the test's parameter."""
-    made = NodeCache(field.lab.nodes[0], getattr(request, "param", DNS), UPSTREAM)
+def cache(field: Field) -> Iterator[NodeCache]:
+    """The cache, which listens at the ClusterIP."""
+    made = NodeCache(field.lab.nodes[0], DNS, UPSTREAM)
     try:
         yield made
     finally:
@@ -216,22 +214,3 @@ def seconds_without(answers: list[Answer], began: float) -> float:
 
 def left_to_node(field: Field) -> list[str]:
     return list((field.agent.status() or {})["left_to_node"])
-
-
-@pytest.mark.parametrize("cache", [LINK_LOCAL], indirect=True)
-def test_a_cache_at_a_link_local_address_is_no_business_of_kbpf(field: Field, cache: NodeCache, clients: list[Queries]):
-    """And it reaches kube-dns, which continues to answer at the ClusterIP."""
-    cache.start()
-    cache.add_rules()
-    own, forwarded = (
-        Queries(field["a3"], field.lab.folder, LINK_LOCAL, name) for name in (WHERE, "elsewhere.cluster.local")
-    )
-    try:
-        until("the cache answers", answered_by([own], AT_CACHE), state=show([own]))
-        until("it asks kube-dns", answered_by([forwarded], AT_SERVER), state=show([forwarded]))
-        until("kube-dns answers", answered_by(clients, AT_SERVER), state=show(clients))
-        assert left_to_node(field) == []
-    finally:
-        own.close()
-        forwarded.close()
-        cache.end(signal.SIGTERM)

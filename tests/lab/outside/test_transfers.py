@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long transfers through a NodePort: every byte must be correct, with every mixture of offloads and
-while the agent restarts.
-"""
+"""Long transfers through a NodePort: every byte must be correct, with every mixture of offloads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
 
 from kbpf.dataplane.bpf.maps.layout import Reason
-from tests.support.lab.field import BULK, BULK_SERVICES, FORWARDINGS, Field, at, forward, split, transfer
-from tests.support.lab.lab import Agent, ip, until
+from tests.support.lab.field import BULK, BULK_SERVICES, FORWARDINGS, Field, at, forward, transfer
+from tests.support.lab.lab import Agent, ip
 from tests.support.lab.offloads import offload
 from tests.support.packets.wire import Wire
 
@@ -104,49 +102,3 @@ def test_large_packets_are_not_segmented(field: Field, backend: str, v6: bool):
         for tap, to in ((there, field[name]), (here, field["outside"])):
             own = to.ip6 if v6 else to.ip
             tap.expect(lambda p, own=own: p.ip.destination == own and len(p.payload) > 4 * p.gso > 0)
-
-
-# ---- agent restarts ------------------------------------------------------------------------------
-
-STREAMS = {f"{name} {v6}": at("NodePort", BACKENDS[name][0], v6) for name in BACKENDS for v6 in (False, True)}
-RESTARTS: dict[str, tuple[Callable[[Agent], int | None], tuple[str, ...], str]] = {
-    "SIGKILL": (Agent.kill, (), "hooks attached changed=0"),
-    "SIGTERM, then larger maps": (Agent.stop, ("--max-connections", "200000"), "hooks attached changed="),
-}
-
-
-@pytest.mark.parametrize("restart", RESTARTS)
-def test_transfers_continue_while_the_agent_restarts(field: Field, restart: str):
-    """No stream is reset or corrupted, or waits longer than a second for a retransmission."""
-    client = field["outside"]
-    end, arguments, said = RESTARTS[restart]
-    for name, to in STREAMS.items():
-        host, port = split(to)
-        client.ask("start_stream", keep=name, host=host, port=port, family="6" if ":" in host else "4")
-
-    def all_go_on() -> None:
-        for name in STREAMS:
-            got = client.ask("peek_stream", keep=name)["got"]
-            until(
-                f"{name} continues",
-                lambda name=name, got=got: client.ask("peek_stream", keep=name)["got"] > got + (1 << 20),
-            )
-
-    try:
-        all_go_on()
-        end(field.agent)
-        all_go_on()
-        field.agent.start(extra=arguments)
-        all_go_on()
-    finally:
-        results = {name: client.ask("stop_stream", keep=name) for name in STREAMS}
-        if not field.agent.is_running:
-            field.agent.start()
-    for result in results.values():
-        assert result["error"] == "", results
-        assert result["complete"], results
-        assert result["timer_seconds"] < 1.0, results
-        assert result["longest"] < 20.0, results  # pauses of a busy machine; the kernel's are checked above
-    for name in ("a1", "b1"):
-        assert field[name].ask("seen")["timer_seconds"] < 1.0, results
-    assert said in "\n".join(field.agent.lines())

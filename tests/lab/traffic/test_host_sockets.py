@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
+from kbpf.dataplane.bpf.maps.layout import Reason
 from tests.support.cluster.cluster import UNROUTED
 from tests.support.lab.dial import REFUSED, Dial
-from tests.support.lab.field import DROPPED, NODES4, NODES6, Field, at, check, crossed, split
+from tests.support.lab.field import DROPPED, NODES4, NODES6, Field, at, check, crossed
 from tests.support.lab.lab import ip, set_rp_filter, until
 from tests.support.table import table
 
@@ -101,21 +101,6 @@ def test_packets_that_leave_by_no_device_are_not_served(field: Field, protocol: 
     to = at("VIP", base(protocol) + 7, v6)
     check(field, Dial("a backend in the node's network", "host-1", to, DROPPED, protocol))
     until("it is counted", lambda: field.agent.reasons()[Reason.NO_ROUTE] > before)
-
-
-@pytest.mark.parametrize("field", [ON], indirect=True)
-@pytest.mark.parametrize(("who", "v6"), [("host-1", False), ("a2", True)])
-def test_udp_connect_succeeds_for_every_port(field: Field, v6: bool, who: str):
-    """Programs connect() a UDP socket to learn their source address: ping (port 1025), musl's
-    getaddrinfo() (65535). The packet path refuses the first datagram instead.
-    """
-    until("the packet path serves", lambda: ConfigFlag.PACKET_PATH in field.agent.config_flags())
-    host, _ = split(at("ClusterIP", 11, v6))
-    for port in (1025, 65535, 80):  # 80 exists for TCP only
-        before = field.agent.reasons()[Reason.UNKNOWN_PORT]
-        answer = field[who].udp(host, port, connected=True)
-        assert answer == {"error": REFUSED, "at_once": False}, field.agent.tail(5)
-        assert field.agent.reasons()[Reason.UNKNOWN_PORT] == before + 1
 
 
 LETS_IN = {9: ("host-1",), 10: ("a2", "a2!")}

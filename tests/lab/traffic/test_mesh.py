@@ -184,15 +184,3 @@ def translated_at_connect(field: Field) -> bool:
         assert field["a3"].tcp(HOSTS[0], PORT).get("name") == "a1"
         first = tap.expect(lambda packet: packet.flags == "S")
         return first.destination == f"{field['a1'].ip}:8080"
-
-
-def test_meshes_can_be_ignored(field: Field):
-    with meshed(field, LINKERD) as pod:
-        field.agent.stop()
-        field.agent.start(extra=("--mesh-pods", "false"))
-        field.change(pod.object(**dict([LINKERD.annotation])))
-        assert not pod.is_exempt()
-        assert pod.dial()["original"] == [field["a1"].ip, 8080]
-        field.agent.stop()
-        field.agent.start()
-        until("the pod is exempt", pod.is_exempt)

@@ -18,8 +18,6 @@ import yaml
 
 from kbpf.cli import app
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag
-from tests.support.cluster.cluster import Cluster
-from tests.support.cluster.kube import KubeError
 from tests.support.lab.field import Field, split, there
 from tests.support.lab.lab import Agent, Place, remove_cgroup, until
 from tests.support.packets.wire import Wire
@@ -257,37 +255,3 @@ def test_a_pod_with_the_label_is_left_to_the_packet_path(field: Field):
         remove_cgroup(pods)
     field.delete(pod_object())
     field.settle()
-
-
-# ---- from an API server --------------------------------------------------------------------------
-
-
-def test_pods_of_an_api_server_are_exempt_on_their_node(cluster: Cluster):
-    """A running Pod begins and ceases to be exempt; Pods of other nodes are not watched."""
-    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default", "namespace": "default"}}
-    with contextlib.suppress(KubeError):  # without it no Pod is admitted; it exists from another test
-        cluster.kube.create(account)
-    agent, pods = cluster.agents[0], cluster.home["a2"].cgroup / "kubepods"
-    folders = {}
-    for name, at in (("here", "node-1"), ("there", "node-2")):
-        made = cluster.kube.create(pod_object(name, at, labels=OFF_LABEL))
-        folders[name] = pods / f"pod{made['metadata']['uid']}"
-        folders[name].mkdir(parents=True)
-
-    def label(value: str | None) -> None:
-        cluster.kube.patch("Pod", "here", {"metadata": {"labels": {LABEL: value}}}, "default")
-
-    try:
-        until("the pod of this node is exempt", exempt(agent, folders["here"]))
-        label(None)
-        until("nothing is exempt", exempt(agent))
-        label("off")
-        until("the pod is exempt again", exempt(agent, folders["here"]))
-        agent.kill()
-        cluster.start(agent)
-        assert exempt(agent, folders["here"])()
-    finally:
-        for name in folders:
-            cluster.kube.request("DELETE", f"/api/v1/namespaces/default/pods/{name}?gracePeriodSeconds=0")
-        until("nothing is exempt after the deletion", exempt(agent))
-        remove_cgroup(pods)

@@ -117,7 +117,7 @@ class ApiServer:
 
     @property
     def authority(self) -> Authority:
-        """The CA that signed the server's certificate; it also issues certificates for proxies."""
+        """The CA that signed the server's certificate."""
         if self._authority is None:
             raise RuntimeError("the API server has not been started")
         return self._authority
@@ -198,12 +198,10 @@ class ApiServer:
         """Return a client; the caller closes it."""
         return Kube(self.url, self.tokens[user], self.authority.crt, netns=self.netns)
 
-    def kubeconfig(self, path: Path, user: str = "kbpf", *, url: str | None = None) -> Path:
-        """Write a kubeconfig that verifies TLS, and return its path; `url` is another URL to use, such as a fault
-        proxy's.
-        """
+    def kubeconfig(self, path: Path, user: str = "kbpf") -> Path:
+        """Write a kubeconfig that verifies TLS, and return its path."""
         crt = base64.b64encode(self.authority.crt.read_bytes()).decode()
-        text = KUBECONFIG.format(server=url or self.url, crt=crt, user=user, token=self.tokens[user])
+        text = KUBECONFIG.format(server=self.url, crt=crt, user=user, token=self.tokens[user])
         path.touch(mode=0o600)
         path.write_text(text)
         return path

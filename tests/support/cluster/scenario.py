@@ -132,8 +132,3 @@ def file_of(obj: Object) -> str:
     """The file name that write() uses for an object."""
     meta = obj["metadata"]
     return f"{obj['kind']}-{meta.get('namespace', 'default')}-{meta['name']}.yaml".lower()
-
-
-def record(name: str, agent: Agent) -> None:
-    """Rewrites `expected` after a change of a scenario; review the difference."""
-    (HERE / name / "expected").write_text("".join(f"{line}\n" for line in lines(agent)))

@@ -27,7 +27,6 @@ EPERM = "a refused or dropped datagram of the node itself is always EPERM"
 LEFT_ALONE = "VIPs that the socket hooks leave to the packet path: here source ranges are enforced"
 PODS = "without --detect-local-mode pods are not recognised (as with kube-proxy)"
 OTHER_PORTS = "other ports of external addresses are refused: the addresses are on the node here"
-SOCKETS = "a connected UDP socket is not aborted: its next datagram goes to another backend"
 MAPS = "about the maps, the programs or the packets of BPF"
 
 CANNOT: dict[str, str] = {
@@ -44,10 +43,6 @@ CANNOT: dict[str, str] = {
     r"test_north_south.*short circuit": PODS,
     r"test_which_packets_bypass_a_closed_forward_chain": MAPS,
     r"test_without_the_packet_path_all_programs_are_detached": MAPS,
-    # tests/lab/traffic/test_local_mode.py
-    r"test_which_clients_use_the_short_circuit\[none-": PODS,
-    # tests/lab/traffic/test_updates.py
-    r"test_udp_sockets_of_a_backend_that_stops_are_aborted": SOCKETS,
 }
 """Regular expression for a test's id → why it is skipped, in order of the files."""
 

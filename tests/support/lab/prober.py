@@ -29,7 +29,6 @@ CONNECTED_PATIENCE = 240.0
 process can be late; on an emulated machine it once took longer than PATIENCE.
 """
 SIZE = struct.Struct("!Q")
-CHUNK = 1 << 16
 STATES = (  # by their number in the kernel, include/net/tcp_states.h
     "-",
     "ESTAB",
@@ -46,7 +45,6 @@ STATES = (  # by their number in the kernel, include/net/tcp_states.h
     "NEW-SYN-RECV",
 )
 _RETRANSMITTED = 100  # offset of tcpi_total_retrans in struct tcp_info
-_RTO_TIME = 244
 LIBC = ctypes.CDLL(None, use_errno=True)
 FAMILIES = {"4": socket.AF_INET, "6": socket.AF_INET6, "mapped": socket.AF_INET6}
 
@@ -91,14 +89,6 @@ def retransmitted(s):
     return struct.unpack_from("=I", info, _RETRANSMITTED)[0]
 
 
-def timer_seconds(s):
-    """How many seconds this end has spent in retransmission time-outs; 0 on kernels without that
-    field (before v6.7).
-    """
-    info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTO_TIME + 4)
-    return struct.unpack_from("=I", info, _RTO_TIME)[0] / 1000 if len(info) > _RTO_TIME else 0.0
-
-
 def filled(s, data):
     """Receives until the buffer is full and returns it; OSError if the peer closes before."""
     view = memoryview(data)
@@ -116,7 +106,6 @@ class Server:
     def __init__(self):
         self.name = ""
         self.udp_seen = Counter()
-        self.timer_seconds = 0.0
 
     def serve(self, name, tcp=(), udp=(), address="::"):
         self.name = name
@@ -168,9 +157,7 @@ class Server:
         return bool(line) and not line.endswith(b"bye\n")
 
     def bulk(self, *ports):
-        """Serves Client.bulk(): receives a size and that many bytes, and sends them back. Size 0:
-        an endless echo.
-        """
+        """Serves Client.bulk(): receives a size and that many bytes, and sends them back."""
         for port in ports:
             listener = self._bind("::", port, True)
             threading.Thread(target=self._bulk, args=(listener,)).start()
@@ -185,11 +172,6 @@ class Server:
         with connection:
             try:
                 (size,) = SIZE.unpack(filled(connection, bytearray(SIZE.size)))
-                if not size:
-                    while piece := connection.recv(CHUNK):
-                        connection.sendall(piece)
-                    self.timer_seconds = max(self.timer_seconds, timer_seconds(connection))
-                    return
                 data = filled(connection, bytearray(size))
                 connection.sendall(hashlib.sha256(data).digest())
                 connection.sendall(data)
@@ -198,9 +180,8 @@ class Server:
                 return
 
     def seen(self):
-        """Datagrams by port, and the longest retransmission wait of an echo since the last call."""
-        waited, self.timer_seconds = self.timer_seconds, 0.0
-        return {"udp": dict(self.udp_seen), "timer_seconds": waited}
+        """Datagrams by port."""
+        return {"udp": dict(self.udp_seen)}
 
     def _udp(self, s):
         port = s.getsockname()[1]
@@ -218,7 +199,6 @@ class Client:
         self.udp_ports = udp_ports and itertools.cycle(range(udp_ports[0], udp_ports[1] + 1))
         self.kept = {}
         self.load = None
-        self.streams = {}
 
     def _socket(self, family, kind, bind=None):
         s = socket.socket(FAMILIES[family], kind)
@@ -361,21 +341,6 @@ class Client:
                 "seconds": [round(each, 2) for each in seconds],
             }
 
-    def start_stream(self, keep, host, port, family="4", timeout=PATIENCE):
-        """Starts an endless stream to a Server.bulk() and back, in both directions at once."""
-        s = self._socket(family, socket.SOCK_STREAM)
-        s.settimeout(timeout)
-        s.connect((host, port))
-        s.sendall(SIZE.pack(0))
-        self.streams[keep] = Stream(s)
-        return {}
-
-    def peek_stream(self, keep):
-        return self.streams[keep].result()
-
-    def stop_stream(self, keep):
-        return self.streams.pop(keep).stop()
-
     def drop(self, keep):
         self.kept.pop(keep).close()
         return {}
@@ -416,62 +381,6 @@ class Client:
         return self.load.result()
 
 
-class Stream:
-    """Sends endlessly on a connected socket and compares what comes back."""
-
-    def __init__(self, s):
-        self.socket = s
-        self.block = os.urandom(CHUNK - 1)  # odd, so that shifted data differ
-        self.ended = threading.Event()
-        self.sent = self.got = 0
-        self.error = ""
-        self.longest = 0.0
-        self.threads = [threading.Thread(target=each) for each in (self._send, self._receive)]
-        for thread in self.threads:
-            thread.start()
-
-    def _send(self):
-        try:
-            while not self.ended.is_set():
-                self.socket.sendall(self.block)
-                self.sent += len(self.block)
-                time.sleep(0.002)  # leave time to others: this tests loss, not load
-            self.socket.shutdown(socket.SHUT_WR)
-        except OSError as error:
-            self.error = self.error or errno_name(error)
-
-    def _receive(self):
-        last = time.monotonic()
-        twice = self.block * 2
-        try:
-            while piece := self.socket.recv(CHUNK // 2):
-                now = time.monotonic()
-                self.longest, last = max(self.longest, now - last), now
-                at = self.got % len(self.block)
-                if piece != twice[at : at + len(piece)]:
-                    self.error = self.error or f"other bytes after {self.got}"
-                self.got += len(piece)
-        except OSError as error:
-            self.error = self.error or errno_name(error)
-
-    def result(self):
-        return {
-            "got": self.got,
-            "error": self.error,
-            "longest": round(self.longest, 3),
-            "retransmitted": retransmitted(self.socket),
-            "timer_seconds": timer_seconds(self.socket),
-        }
-
-    def stop(self):
-        self.ended.set()
-        for thread in self.threads:
-            thread.join()
-        complete = self.got == self.sent
-        with self.socket:
-            return {**self.result(), "complete": complete}
-
-
 class Load:
     def __init__(self, dial, threads, pause, arguments):
         self.ended = threading.Event()
@@ -507,7 +416,6 @@ class Load:
 
 NAMES = """
 tcp udp begin go_on talk hear dissolve drop many start_load stop_load peek_load bulk
-start_stream peek_stream stop_stream
 """
 """The methods of Client that may be called."""
 

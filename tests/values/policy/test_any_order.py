@@ -4,9 +4,7 @@ that of single Services with kube-proxy's own functions.
 """
 
 from collections.abc import Iterable
-from itertools import permutations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -30,20 +28,7 @@ from kbpf.model.objects import (
 from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.store import ObjectStore
 from tests.support import oracle
-from tests.values.policy.services import (
-    HTTP,
-    LOCAL,
-    NEW,
-    OLD,
-    RANGE,
-    addrs,
-    end,
-    gone,
-    piece,
-    service,
-    state_of_all,
-    up,
-)
+from tests.values.policy.services import HTTP, LOCAL, NEW, OLD, RANGE, addrs, end, gone, state_of_all, up
 
 ADDRESSES = st.sampled_from(addrs("10.96.0.1", "10.96.0.2", "9.9.9.9"))
 ADDRESSES6 = st.sampled_from(addrs("fd00::1", "fd00::9", "::"))
@@ -187,14 +172,3 @@ def test_any_events_in_any_batches_end_in_the_state_of_the_final_objects(events,
     assert whole.exempt_pods == tuple(sorted(pod.uid for pod in pods))
     assert whole == state_of_all(reversed(objects.values()), LOCAL, config)
     assert {as_tuple(key): as_oracle(state) for key, state in whole.services.items()} == oracle.frontends(services)
-
-
-@pytest.mark.parametrize("order", [*permutations((0, 1, 2))])
-def test_the_zone_is_known_in_any_order(order: tuple[int, ...]):
-    """kube-proxy could lose the zone of a Node that it received before all else (kubernetes/kubernetes#143275)."""
-    said = (Node("me", LOCAL[1:], "a"), service("ns/web"), piece("1>a 2>b"))
-    world, desired = ObjectStore("me"), DesiredStateBuilder()
-    for i in order:
-        desired.update(world, world.apply([up(said[i])]), LOCAL, Config())
-    (state,) = desired.state.services.values()
-    assert [backend.address for backend in state.cluster] == [end(1).address]

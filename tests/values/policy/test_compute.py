@@ -23,7 +23,7 @@ from kbpf.model.objects import (
 from kbpf.policy import compute
 from kbpf.policy.compute import DesiredStateBuilder, compute_service_states
 from kbpf.policy.store import ObjectStore
-from tests.values.policy.services import LOCAL, addrs, cidrs, gone, numbers, piece, service, up
+from tests.values.policy.services import LOCAL, addrs, cidrs, piece, service, up
 
 ME = Node("me", addrs("10.0.0.1"), "a")
 WEB = service("web external=1.1.1.1 vip=9.9.9.9 node-port=30080")
@@ -68,14 +68,6 @@ def test_what_slices_say_of_endpoints_is_a_change_of_their_service():
     after = kept.state("web")
     assert (before.slices, after.slices) == ((piece("1@me"),), (moved,))
     assert replace(after, slices=before.slices) == before
-
-
-def test_zone_change_recomputes_services_with_hints():
-    kept = Harness(up(ME), up(WEB), up(PLAIN), up(piece("1>a 2>b")), up(piece("3", service="plain")))
-    for zone, chosen in (("b", "2"), ("", "1 2"), ("a", "1")):
-        assert kept.feed(up(replace(ME, zone=zone))) == {WEB_KEY}
-        assert numbers(kept.state("web").cluster) == chosen
-    assert kept.feed(gone(ME)) == set()
 
 
 def test_new_pod_networks_of_the_node_change_no_service():

@@ -167,19 +167,6 @@ def test_store_returns_the_current_objects():
     assert world.slices(NAME) == ()
 
 
-def test_slice_that_moves_to_another_service_leaves_the_first():
-    world = store("one one-of-other")
-    assert world.slices(NAME) == ()
-    assert [piece.name for piece in world.slices(OTHER)] == ["web-1"]
-
-
-def test_slices_of_one_name_in_two_namespaces_are_distinct():
-    world = store("one")
-    world.apply([up(replace(ONE, namespace="other"))])
-    assert world.slices(NAME) == (ONE,)
-    assert len(world.slices(ServiceName("other", "web"))) == 1
-
-
 def test_node_is_empty_with_our_name_until_it_is_known():
     world = store("you")
     assert world.node == Node("me")

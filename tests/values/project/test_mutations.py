@@ -3,12 +3,10 @@
 instead of a mutant that is silently not tested.
 """
 
-from collections import Counter
-
 import pytest
 
 from tests.mutations.c_patches import PATCHES, Patch
-from tests.mutations.groups import EQUIVALENT, GROUPS, ROOT, Group, equivalent
+from tests.mutations.groups import EQUIVALENT, ROOT, equivalent
 from tests.mutations.python import mutants
 
 
@@ -19,18 +17,6 @@ def test_a_patch_matches_the_current_code(patch: Patch):
     assert patch.old != patch.new
     assert patch.units
     assert all((ROOT / test).exists() for test in patch.tests)
-
-
-def test_patches_have_unique_names():
-    assert len(PATCHES) >= 60
-    assert max(Counter(patch.name for patch in PATCHES).values()) == 1
-
-
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
-def test_a_group_has_files_and_tests(group: Group):
-    assert group.sources()
-    assert all(path.is_file() for path in group.sources())
-    assert all((ROOT / test).exists() for test in group.tests)
 
 
 def test_equivalent_mutants_match_the_current_code():

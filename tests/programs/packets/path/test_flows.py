@@ -40,6 +40,7 @@ from tests.programs.packets.path.single_packets import (
     OWN,
     POD,
     PORTS,
+    REMOTE,
     ROUTER,
     SENT,
     SPARE_PORTS,
@@ -295,6 +296,19 @@ def test_client_is_masqueraded_as_with_kube_proxy(path: Path_, v: int, row: Masq
     path.node(flags_of(NodeFlag, row.flags))
     own = {"itself": pod(v, next(PORTS)), "near": end(NEAR[v], next(PORTS))}.get(row.client)
     exchange(path, v, own or client(v), row.which, row.is_masked, row.kind)
+
+
+@pytest.mark.parametrize(
+    ("role", "flag", "serves"), [(Role.POD, None, True), (Role.POD, NO_FLAG, False), (Role.HOST, None, False)]
+)
+def test_the_device_decides_who_uses_the_short_circuit(
+    path: Path_, v: int, role: Role, flag: DeviceFlag | None, serves: bool
+):
+    """Policy Local without a local endpoint: pods of this node may use all, if their device is one of local pods."""
+    path.set_loopback_role(role, flag)
+    for flags in (NodeFlag(0), NodeFlag.DETECTS_LOCAL):
+        path.node(flags)
+        assert translated(path, ask(client(v), vip(v, REMOTE))) is serves
 
 
 class Direct(NamedTuple):

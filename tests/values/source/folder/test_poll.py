@@ -122,13 +122,6 @@ def test_invalid_name_is_rejected_in_one_line(run):
     assert "\n" not in line
 
 
-def test_file_replaced_by_rename_is_read(run):
-    run.place(WEB)
-    run.write("new", WEB.replace("port: 80", "port: 81"))
-    os.replace(run.path / "new", run.path / "a.yaml")
-    assert run.settle() == ["+web"]
-
-
 def test_changed_symbolic_link_is_followed(run):
     for name, port in (("one", 80), ("two", 81)):
         (run.path / name).mkdir()
@@ -141,13 +134,14 @@ def test_changed_symbolic_link_is_followed(run):
     assert run.settle() == ["+web"]
 
 
-FILES = {"WEB": WEB, "SLICE": SLICE, "BOTH": BOTH, "BAD": service("x", 0), "": ""}
+FILES = {"WEB": WEB, "SLICE": SLICE, "BOTH": BOTH, "BAD": service("x", 0), "81": WEB.replace("80", "81"), "": ""}
 
 
 @each_named_pair(
     "change, events",
     """\
 a new file: a.yaml=WEB | b.yaml=SLICE → +web-1
+a changed file: a.yaml=WEB | a.yaml=81 → +web
 a removed file: a.yaml=WEB b.yaml=SLICE | a.yaml → -web
 an object is removed from a file: a.yaml=BOTH | a.yaml=SLICE → -web
 an object moves to another file: a.yaml=BOTH | a.yaml=WEB z.yaml=SLICE →

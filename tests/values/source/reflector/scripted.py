@@ -37,12 +37,15 @@ def bookmark(version: int, end: bool = False) -> dict[str, Any]:
     return {"type": "BOOKMARK", "object": {"kind": "Service", "metadata": meta}}
 
 
+WORDS = {"rubbish": b"rubbish\n", "half": b'{"type":"ADDED","object":', "nameless": {"metadata": {}, "spec": {}}}
+
+
 def lines(text: str) -> list[Any]:
     """Lines of a watch, or objects of a list.
 
     ``+a@5`` and ``-a@5``: Service a of version 5 was added or deleted; ``+a@5:10.96.0.2``: with this ClusterIP;
     ``a@5``: the object alone; ``nameless``: one without a name; ``@7``: a bookmark; ``synced@7``: the bookmark at the
-    end of a streaming list; ``error=410``: an error with this code; ``rubbish``: not JSON.
+    end of a streaming list; ``error=410``: an error with this code; ``rubbish``: not JSON; ``half``: of a line.
     """
     made: list[Any] = []
     for word in text.split():
@@ -52,8 +55,8 @@ def lines(text: str) -> list[Any]:
         if word.startswith("error="):
             code = int(word.removeprefix("error="))
             made.append({"type": "ERROR", "object": {"kind": "Status", "code": code, "message": f"is {code}"}})
-        elif word in ("rubbish", "nameless"):
-            made.append(b"rubbish\n" if word == "rubbish" else {"metadata": {}, "spec": {}})
+        elif word in WORDS:
+            made.append(WORDS[word])
         elif name in ("", "synced"):
             made.append(bookmark(int(version), end=name == "synced"))
         else:
@@ -68,11 +71,13 @@ ENDS: dict[str, Callable[[Exchange], None]] = {
     "cut": Exchange.cut,
     "reset": Exchange.reset,
     "open": lambda exchange: None,
+    "close": lambda exchange: (exchange.end(), exchange.cut()),
 }
 
 
 def step(text: str) -> Step:
-    """A response: ``watch LINES``, then silence or ``end``, ``cut``, ``reset`` or ``open`` (the next step follows);
+    """A response: ``watch LINES``, then silence or ``end``, ``cut``, ``reset``, ``close`` (the end, and of
+    the connection) or ``open`` (the next step follows);
     ``list@VERSION OBJECTS``, with ``continue=TOKEN``; or a status code and its message.
     """
     kind, _, rest = text.partition(" ")

@@ -16,6 +16,17 @@ WORDS = {"GONE": "watch +a@5 synced@10 error=410 end", "LISTED_A": LISTED_A, "PA
 | stream, page, page after t, page, watch 100 | +a +b -a synced | 0.4
 a watch that ended cleanly resumes at the last bookmark | watch +a@5 synced@10 @33 end; watch +b@40 \
 | stream, watch 33 | +a synced +b
+a watch that ends inside a line resumes after the last complete one | watch +a@5 synced@10 +b@11 half end; watch +c@12 \
+| stream, watch 11 | +a synced +b +c | 0.2
+a watch that is cut inside a line resumes after it, too | watch +a@5 synced@10 +b@11 half cut; watch +c@12 \
+| stream, watch 11 | +a synced +b +c | 0.2
+so does one that is reset | watch +a@5 synced@10 +b@11 half reset; watch +c@12 \
+| stream, watch 11 | +a synced +b +c | 0.2
+a connection closed after a watch is opened again at once | watch +a@5 synced@10 close; watch +b@11 \
+| stream, watch 10 | +a synced +b
+after an outage an object that has changed is not compared, but the one before it \
+| watch +a@5 synced@10 +b@11 cut; 503; 503; list@30 b@25; list@30 a@5; watch +b@25 @31 \
+| stream, watch 11, page, page, page, watch 11 | +a synced +b +b | 0.2 0.4 0.8
 400 as the response to a watch: a new list | watch +a@5 synced@10 end; 400 invalid resource version; LISTED_A \
 | stream, watch 10, stream | +a synced synced | 0.4
 422 as the response to a watch: a new list | watch +a@5 synced@10 end; 422 resourceVersion: Invalid value; LISTED_A \
@@ -37,6 +48,8 @@ error 429 in a watch: a new list | watch +a@5 synced@10 error=429 end; LISTED_A 
 error 0 in a watch: a new list | watch +a@5 synced@10 error=0 end; LISTED_A | stream, stream | +a synced synced | 0.2
 a malformed line in a watch: a new list \
 | watch +a@5 synced@10 rubbish +b@11 end; watch +a@5 +b@11 synced@20 | stream, stream | +a synced +b synced | 0.2
+a watch continues after a rejected object | watch +a@5 synced@10 +x@11:bad +b@12 end; watch +c@13 \
+| stream, watch 12 | +a synced !x +b +c
 a rejected object can be deleted | watch +a@5 synced@10 +a@11:bad -a@12 | stream | +a synced !a -a
 an unknown object is not deleted | watch synced@10 -a@11 +b@12 | stream | synced +b
 a Service becomes headless: deleted | watch +a@5 synced@10 +a@11:None +b@12:None | stream | +a synced -a

@@ -93,20 +93,6 @@ def test_after_an_outage_without_a_rewind_the_watch_resumes_without_a_list(start
     assert WENT_BACK not in caplog.text
 
 
-def test_an_object_that_changed_during_the_outage_is_reported_by_the_watch(start):
-    """The one before it is compared instead."""
-    run = start(
-        "watch +a@5 synced@10 +b@11 cut",
-        *["503"] * 2,
-        "list@30 b@25",
-        "list@30 a@5",
-        "watch +b@25 @31",
-    )
-    run.until_version("31")
-    assert run.asked(5) == "watch 11"
-    assert run.said == ["+a", "synced", "+b", "+b"]
-
-
 @each_cells(
     "events, objects, warns",
     """

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a watch, refusals and outages; test_histories.py has most responses."""
 
-import json
-
 import pytest
 
-from kbpf.model.events import Kind, ObjectKey, Rejected
 from tests.support.faults.scripted import Exchange, ScriptedServer
 from tests.support.table import each_line
-from tests.values.source.reflector.scripted import LISTED_A, LOGIN, added, lines, status, step, streamed
+from tests.values.source.reflector.scripted import LISTED_A, LOGIN, status
 
 # --- the watch ends ---
 
@@ -18,36 +15,6 @@ def test_410_as_the_response_to_a_watch_leads_to_a_new_list_and_is_no_failure(st
     run.until_watching(3)
     assert run.all_asked == ["stream", "watch 10", "stream"]
     assert "watch failed" not in caplog.text
-
-
-@pytest.mark.parametrize("then", [Exchange.end, Exchange.cut, Exchange.reset])
-def test_watch_cut_inside_a_line_resumes_after_the_last_complete_one(start, then):
-    cut = json.dumps(added("c", 12)).encode()[:40]
-    run = start(streamed(*lines("+a@5 synced@10 +b@11"), cut, then=then), "watch +c@12")
-    run.until_said("+c")
-    assert run.all_asked == ["stream", "watch 11"]
-    assert run.said == ["+a", "synced", "+b", "+c"]
-    assert run.waits == [0.2]
-
-
-def test_malformed_object_is_rejected_and_the_watch_continues(start):
-    poison = added("bad", 11, ports=[{"port": 70000}])
-    run = start(streamed(*lines("+a@5 synced@10"), poison, *lines("+b@12"), then=Exchange.end), "watch +c@13")
-    run.until_said("+c")
-    assert run.said == ["+a", "synced", "!bad", "+b", "+c"]
-    assert run.asked(1) == "watch 12"
-    assert run.events[2] == Rejected(ObjectKey(Kind.SERVICE, "ns", "bad"), "spec.ports[0].port: 70000 is not a port")
-
-
-def test_closed_idle_connection_is_reopened_without_a_failure(start):
-    def respond(exchange: Exchange) -> None:
-        step("watch +a@5 synced@10 end")(exchange)
-        exchange.cut()
-
-    run = start(respond, "watch +b@11")
-    run.until_said("+b")
-    assert run.waits == []
-    assert run.status.failures == 0
 
 
 # --- refusals and outages ---
