@@ -25,6 +25,7 @@ Campaign = Callable[[int, float | None], None]
 CAMPAIGNS = {
     "servers": "tests.fuzz.inputs.hostile_servers:campaign",
     "histories": "tests.fuzz.inputs.histories:campaign",
+    "api-histories": "tests.fuzz.inputs.api_histories:campaign",
     "texts": "tests.fuzz.inputs.texts:campaign",
     "policy": "tests.fuzz.long:policy",
     "conntrack": "tests.fuzz.long:conntrack",

@@ -2,7 +2,7 @@
 """The API server cannot be reached, loses its latest writes, or refuses: Services stay served, and changes arrive.
 
 Which requests follow a fault, and when, is tested in tests/values/source; random faults of watches
-and lists, on a model of an API server, in tests/fuzz/inputs/histories.py.
+and lists in tests/fuzz/inputs/test_api_histories.py.
 """
 
 import re

@@ -117,7 +117,7 @@ class ApiServer:
 
     @property
     def authority(self) -> Authority:
-        """The CA that signed the server's certificate."""
+        """The CA that signed the server's certificate; it also issues certificates for proxies."""
         if self._authority is None:
             raise RuntimeError("the API server has not been started")
         return self._authority
@@ -198,10 +198,12 @@ class ApiServer:
         """Return a client; the caller closes it."""
         return Kube(self.url, self.tokens[user], self.authority.crt, netns=self.netns)
 
-    def kubeconfig(self, path: Path, user: str = "kbpf") -> Path:
-        """Write a kubeconfig that verifies TLS, and return its path."""
+    def kubeconfig(self, path: Path, user: str = "kbpf", *, url: str | None = None) -> Path:
+        """Write a kubeconfig that verifies TLS, and return its path; `url` is another URL to use, such as a fault
+        proxy's.
+        """
         crt = base64.b64encode(self.authority.crt.read_bytes()).decode()
-        text = KUBECONFIG.format(server=self.url, crt=crt, user=user, token=self.tokens[user])
+        text = KUBECONFIG.format(server=url or self.url, crt=crt, user=user, token=self.tokens[user])
         path.touch(mode=0o600)
         path.write_text(text)
         return path

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qs, urlsplit
 
+from tests.support.faults import fault_wire as wire
+
 
 class Request(NamedTuple):
     """A request. `query` has the last value of each name, `peer` is the subject of the client's TLS
@@ -44,21 +46,22 @@ class Exchange:
     def answer(self, status: int, body: Any, **headers: str) -> None:
         """Send a complete response; the connection stays open."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.sock.sendall(head(status, {"Content-Length": str(len(data))} | headers) + data)
+        self.sock.sendall(_head(status, {"Content-Length": str(len(data))} | headers) + data)
 
     def head(self, status: int, **headers: str) -> None:
         """Send the status line and headers only (``Retry_After`` is Retry-After)."""
-        self.sock.sendall(head(status, headers))
+        self.sock.sendall(_head(status, headers))
 
     def watch(self, *lines: Any) -> None:
         """Start a chunked response with these lines, sent at once, so that a client with a short
         time-out gets all of them.
         """
-        self.sock.sendall(head(200, {"Transfer_Encoding": "chunked"}) + b"".join(map(_line, lines)))
+        head = _head(200, {"Transfer_Encoding": "chunked"})
+        self.sock.sendall(head + b"".join(map(_chunk, lines)))
 
     def line(self, line: Any) -> None:
         """Send one line of a watch; bytes are sent unchanged, without a newline added."""
-        self.sock.sendall(_line(line))
+        self.sock.sendall(_chunk(line))
 
     def end(self) -> None:
         """End a chunked response regularly; the connection stays open."""
@@ -83,19 +86,14 @@ class Exchange:
         self.open = False
 
 
-def head(status: int, headers: dict[str, str]) -> bytes:
+def _head(status: int, headers: dict[str, str]) -> bytes:
     lines = [f"HTTP/1.1 {status} {'OK' if status == 200 else 'No'}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def chunk(data: bytes) -> bytes:
-    """One chunk of a chunked body."""
-    return b"%x\r\n%s\r\n" % (len(data), data)
-
-
-def _line(line: Any) -> bytes:
-    return chunk(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n")
+def _chunk(line: Any) -> bytes:
+    return wire.chunk(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n")
 
 
 Step = Callable[[Exchange], None]
@@ -182,15 +180,12 @@ class ScriptedServer:
 
 
 def _read(file: Any, peer: str, port: int) -> Request | None:
-    """The next request of a connection; None at its end, or if it is not HTTP/1.1 as API clients speak it."""
     try:
-        method, asked, version = file.readline(65536).decode("latin-1").split()
-        if not version.startswith("HTTP/1."):
-            return None
-        headers = {name.lower(): value for name, value in http.client.parse_headers(file).items()}
-        body = file.read(int(headers.get("content-length", "0")))
+        incoming = wire.read_request(file)
     except (ValueError, http.client.HTTPException):
         return None
-    target = urlsplit(asked)
+    if incoming is None:
+        return None
+    target = urlsplit(incoming.target)
     query = {name: values[-1] for name, values in parse_qs(target.query).items()}
-    return Request(method, target.path, query, headers, body, peer, port)
+    return Request(incoming.method, target.path, query, incoming.headers, incoming.body, peer, port)

@@ -15,7 +15,8 @@ from kbpf.source.api import transport
 from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.transport import READ_SIZE, ApiConnection, ReadTimeout, ResponseLimitExceeded
-from tests.support.faults.scripted import Exchange, ScriptedServer, Step, chunk, head
+from tests.support.faults import fault_wire as wire
+from tests.support.faults.scripted import Exchange, ScriptedServer, Step
 from tests.support.table import each_case
 
 TEXT = random.Random(7).randbytes(300_000) + bytes(1_000_000)
@@ -81,7 +82,7 @@ def test_flushed_bytes_are_returned_at_once(serve, size):
 
     def step(exchange: Exchange) -> None:
         headers = {"Transfer-Encoding": "chunked", "Content-Encoding": "gzip"}
-        exchange.sock.sendall(head(200, headers) + chunk(packed))  # no silence between
+        exchange.sock.sendall(wire.head(200, headers) + wire.chunk(packed))  # no silence between
         exchange.hang()
 
     response, got = serve(step).request("/", silence_timeout=0.5), 0
