@@ -783,7 +783,7 @@ MAPS: Final = {
         ),
         MapSpec(
             "device_sources",
-            "packet path: ifindex and network → the device's address for SNAT, where it is not the first; 0 → all",
+            "packet path: ifindex and network → the address for SNAT, if not the first; 0: all",
             uapi.BPF_MAP_TYPE_LPM_TRIE,
             SOURCE_KEY.size,
             16,
