@@ -175,7 +175,8 @@ int tc_route(struct __sk_buff *skb)
 	flow = &s->flow;
 	source = flow->client;
 	backend = flow->backend;
-	if (has_snat(flow) && !(s->begin & BEGIN_UNTRACKED)) /* conntrack translates it after routing */
+	/* Conntrack translates the source after routing. */
+	if (has_snat(flow) && !(s->begin & BEGIN_UNTRACKED))
 		source.address = flow->snat;
 	to = find_next_hop(skb, &s->packet, &source, &backend, &s->hop, true,
 			   routing_ifindex(device, ifindex));

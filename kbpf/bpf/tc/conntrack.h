@@ -20,9 +20,9 @@
  * answers to it are dropped, since nobody can have received what they answer, and each packet of
  * its client is judged as the first one: if conntrack has seen an answer that these programs have
  * not, the entry is written anew. What the node itself receives leaves by no device; a rule drops
- * what others send in its name (nat_table.py), so that nobody can answer ahead of it. For a new flow that does not fit into `unconfirmed_queue`, the
- * oldest one is judged. A token bucket would not do: whoever sends what the rules refuse would take
- * all the tokens. */
+ * what others send in its name (nat_table.py), so that nobody can answer ahead of it. For a new
+ * flow that does not fit into `unconfirmed_queue`, the oldest one is judged. A token bucket would
+ * not do: whoever sends what the rules refuse would take all the tokens. */
 #pragma once
 
 #include "types.h"
@@ -295,8 +295,9 @@ static __always_inline void forget_flow(struct flow_key *key, const struct targe
 	event = unconfirmed.lookup(key);
 	if (!event)
 		return;
-	*key = flow_key_of(&event->client, same_target(server, &event->frontend) ? &event->backend
-										 : &event->frontend);
+	*key = flow_key_of(&event->client, same_target(server, &event->frontend)
+						   ? &event->backend
+						   : &event->frontend);
 	twin = unconfirmed.lookup(key);
 	if (twin && twin->time == event->time) /* not of a later flow */
 		unconfirmed.delete(key);

@@ -75,9 +75,9 @@ static __always_inline bool uses_conntrack(void)
 	return n && (n->flags & NODE_NETFILTER);
 }
 
-/* Whether an arriving fragment must be forged. Conntrack reassembles fragments, perhaps with another
- * first one than these programs have seen, and could take the result for an answer. But no sender
- * divides a SYN, a SYN-ACK or the flags from their TCP header. */
+/* Whether an arriving fragment must be forged. Conntrack reassembles fragments, perhaps with
+ * another first one than these programs have seen, and could take the result for an answer. But no
+ * sender divides a SYN, a SYN-ACK or the flags from their TCP header. */
 static __always_inline bool is_forged_fragment(const struct packet *p)
 {
 	return p->fragment == FIRST && p->protocol == IPPROTO_TCP &&

@@ -132,7 +132,8 @@ static __always_inline long query_fib(struct __sk_buff *skb, const struct packet
 }
 
 #define LOOPBACK_IFINDEX 1
-#define UNKNOWN_IFINDEX (~0U) /* the route encapsulates, and the kernel does not tell its device */
+/* The route encapsulates, and the kernel does not tell its device. */
+#define UNKNOWN_IFINDEX (~0U)
 
 /* Whether packets from behind this device may come by another one: not those of this node's pods.
  */
