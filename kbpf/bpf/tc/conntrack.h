@@ -234,6 +234,15 @@ static __always_inline bool is_decrypted(struct __sk_buff *skb)
 	return !((long (*)(void *, u32, void *, u32, u64))66)(skb, 0, &state, sizeof(state), 0);
 }
 
+/* For longer than a packet waits for its next hop's MAC address. */
+#define AGAIN_NS (4 * SECOND)
+
+/* Whether a flow has just been begun again. In `unconfirmed`, `cgroup` says that it was. */
+static __always_inline bool begun_again(const struct event *event)
+{
+	return event->cgroup && now_ns() - event->time < AGAIN_NS;
+}
+
 /* Counts a flow whose packet the rules of the host have let pass, once. */
 static __always_inline void confirm_flow(struct event *event)
 {
@@ -243,6 +252,7 @@ static __always_inline void confirm_flow(struct event *event)
 		return;
 	count(NEW_FLOW);
 	account_begin(&c, TRANSLATE);
+	event->cgroup = 0;
 	if (is_monitored())
 		report(event);
 	event->reason = REASONS; /* counted */
@@ -260,8 +270,9 @@ static __always_inline struct event *find_unconfirmed(const struct tuple *t)
 /* Whether a packet answers one that has not left this node. Its sender cannot have received that
  * packet, so the answer is forged. conntrack would call the connection established, and rules that
  * accept established connections would then let pass what they have refused. A plain ACK is enough:
- * conntrack ignores it before a SYN-ACK, but remembers a reply. Nor may the client send TCP in
- * fragments: only conntrack would know whether it is a SYN. */
+ * conntrack ignores it before a SYN-ACK, but remembers a reply. Nor may the client send anything
+ * but SYNs, unless the node itself has answered by a device without programs, nor TCP in fragments:
+ * only conntrack would know whether it is a SYN. */
 static __always_inline bool answers_refused(const struct packet *p)
 {
 	struct event *event;
@@ -272,8 +283,19 @@ static __always_inline bool answers_refused(const struct packet *p)
 	if (!event)
 		return false;
 	if (same_target(&p->tuple.to, &event->frontend))
-		return p->protocol == IPPROTO_TCP && p->fragment != WHOLE;
+		return p->protocol == IPPROTO_TCP &&
+		       (p->fragment != WHOLE ||
+			(!(p->tcp_flags & TCP_SYN) && !is_nodes_own(&event->backend.address)));
 	return !same_target(&p->tuple.to, &event->backend);
+}
+
+/* Whether this is a backend's answer to what has not left. An error about it may have been just
+ * ahead of the keys. */
+static __always_inline bool quotes_refused(const struct tuple *answer)
+{
+	struct event *event = uses_conntrack() ? find_unconfirmed(answer) : NULL;
+
+	return event && same_target(&answer->from, &event->backend);
 }
 
 /* Drops such an answer, unless IPsec has decrypted it: then its flow has left encrypted. Only
@@ -284,20 +306,19 @@ static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct
 	return go(skb, TAIL_UNCONFIRMED);
 }
 
-/* Removes both keys of the flow of which these are the ends of one, if there is one. `key`: room
- * for one, since the stack is short. */
+/* Removes both keys of the flow that has this one, if its first key (`first`) or its second one is
+ * meant: they may be equal if an endpoint is another Service's frontend. `key`: room for one, since
+ * the stack is short. */
 static __always_inline void forget_flow(struct flow_key *key, const struct target *client,
-					const struct target *server)
+					const struct target *server, bool first)
 {
 	struct event *event, *twin;
 
 	*key = flow_key_of(client, server);
 	event = unconfirmed.lookup(key);
-	if (!event)
+	if (!event || !same_target(server, first ? &event->frontend : &event->backend))
 		return;
-	*key = flow_key_of(&event->client, same_target(server, &event->frontend)
-						   ? &event->backend
-						   : &event->frontend);
+	*key = flow_key_of(&event->client, first ? &event->backend : &event->frontend);
 	twin = unconfirmed.lookup(key);
 	if (twin && twin->time == event->time) /* not of a later flow */
 		unconfirmed.delete(key);
@@ -310,9 +331,11 @@ static __always_inline void confirm(struct scratch *s, const struct tuple *t, st
 {
 	bool answers =
 		same_target(&t->from, &event->frontend) || same_target(&t->from, &event->backend);
+	const struct target *server = answers ? &t->from : &t->to;
 
 	confirm_flow(event);
-	forget_flow(&s->queued.key, answers ? &t->to : &t->from, answers ? &t->from : &t->to);
+	forget_flow(&s->queued.key, answers ? &t->to : &t->from, server,
+		    same_target(server, &event->frontend));
 }
 
 /* Whether a packet of no flow of ours that leaves by a device is the first one of a flow: a
@@ -324,7 +347,8 @@ static __always_inline bool leaves_first(struct __sk_buff *skb, const struct pac
 	if ((p->protocol == IPPROTO_TCP && !(p->tcp_flags & TCP_SYN)) || !uses_conntrack())
 		return false;
 	event = find_unconfirmed(&p->tuple);
-	return event && ((same_target(&p->tuple.to, &event->backend) && starts_flow(p)) ||
+	return event && ((same_target(&p->tuple.to, &event->backend) && skb->ingress_ifindex &&
+			  starts_flow(p)) ||
 			 (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex));
 }
 
@@ -345,8 +369,9 @@ static __always_inline bool is_answered(struct __sk_buff *skb, const struct tupl
 }
 
 /* Takes the oldest flow from the queue. The rules of the host have refused its packet, and its
- * entry has to go, also if a forged answer has reached it. `oldest`: room for its key, since the
- * stack is short. */
+ * entry has to go, also if a forged answer has reached it. Only the node itself can have answered
+ * for the node: by a device without programs. `oldest`: room for its key, since the stack is short.
+ */
 static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfirmed_key *oldest)
 {
 	struct event *event, *first;
@@ -363,9 +388,12 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 	first_key = flow_key_of(&tuple.from, &tuple.to);
 	first = unconfirmed.lookup(&first_key);
 	if (first && first->time == oldest->time) {
-		if (is_answered(skb, &tuple, true))
+		if (is_nodes_own(&first->backend.address) && is_answered(skb, &tuple, false)) {
 			confirm_flow(event);
-		is_answered(skb, &tuple, true); /* this look-up deletes it */
+		} else {
+			is_answered(skb, &tuple, true);
+			is_answered(skb, &tuple, true); /* this look-up deletes it */
+		}
 		unconfirmed.delete(&first_key);
 	}
 	unconfirmed.delete(&oldest->key);
@@ -384,12 +412,13 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 
 	describe_event(&event, flow, NEW_FLOW);
 	event.time = flow->last_used;
+	event.cgroup = s->begin & BEGIN_AGAIN;
 	seen.port = __builtin_bswap16(port);
 	if (has_snat(flow))
 		seen.address = flow->snat;
 	/* Of earlier flows, whose entries are gone: their other keys would stay for ever. */
-	forget_flow(&queued->key, &seen, &flow->backend);
-	forget_flow(&queued->key, &flow->client, &flow->frontend);
+	forget_flow(&queued->key, &seen, &flow->backend, false);
+	forget_flow(&queued->key, &flow->client, &flow->frontend, true);
 	if (unseen) {
 		confirm_flow(&event);
 		return true;
@@ -409,11 +438,12 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 		}
 	}
 	/* Without its key in the queue it would stay for ever. */
-	forget_flow(&queued->key, &seen, &flow->backend);
+	forget_flow(&queued->key, &seen, &flow->backend, false);
 	return false;
 }
 
-/* Writes the flow of a client's packet as it was begun, if no packet of it has left. */
+/* Writes the flow of a client's packet as it was begun, if no packet of it has left. What the node
+ * itself has answered is no such flow. */
 static __always_inline bool begins_again(struct scratch *s)
 {
 	struct event *event = find_unconfirmed(&s->packet.tuple);
@@ -421,6 +451,10 @@ static __always_inline bool begins_again(struct scratch *s)
 
 	if (!event || !same_target(&s->packet.tuple.to, &event->frontend))
 		return false;
+	if (is_nodes_own(&event->backend.address)) {
+		confirm(s, &s->packet.tuple, event);
+		return false;
+	}
 	__builtin_memset(flow, 0, sizeof(*flow));
 	flow->last_used = now_ns();
 	flow->client = s->packet.tuple.from;
@@ -448,7 +482,7 @@ static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s
 	if (!event)
 		return TC_ACT_UNSPEC;
 	if (is_decrypted(skb)) {
-		if (!is_error)
+		if (!is_error && !same_target(&tuple.to, &event->frontend))
 			confirm(s, &tuple, event);
 		return TC_ACT_UNSPEC;
 	}
@@ -461,7 +495,9 @@ static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s
 }
 
 /* The first packet of a flow leaves: the rules of the host have let it pass, unless it was taken
- * for one of an established connection, since an answer was just ahead of it. */
+ * for one of an established connection, since an answer was just ahead of it. Then the flow begins
+ * again with its client's next packet; those that are on their way by then, such as to a backend
+ * whose MAC address is not known, have had another entry. */
 static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *s)
 {
 	struct tuple *t = &s->packet.tuple, first;
@@ -472,8 +508,13 @@ static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *
 	if (same_target(&t->to, &event->backend)) {
 		first.from = event->client;
 		first.to = event->frontend;
-		if (is_answered(skb, &first, false)) /* begins_again() follows */
+		if (begun_again(event) || is_answered(skb, &first, false))
 			return finish(TC_ACT_SHOT, INVALID);
+	} else {
+		/* Frames of a macvlan pod leave by its uplink, too. */
+		first = reversed(t);
+		if (!is_answered(skb, &first, false))
+			return TC_ACT_UNSPEC;
 	}
 	confirm(s, t, event);
 	return TC_ACT_UNSPEC;
@@ -526,14 +567,6 @@ static __always_inline void *write_entry(struct __sk_buff *skb, const struct pac
 	return bpf_ct_insert_entry(ct);
 }
 
-/* Whether no program sees what the node itself sends to the client. */
-static __always_inline bool answers_unseen(struct __sk_buff *skb, const struct scratch *s)
-{
-	struct device *to = device_at(s->client_device);
-
-	return !to || (to->flags & DEVICE_NO_EGRESS) || is_decrypted(skb);
-}
-
 /* First, tc_choose asks whether conntrack knows the packet. Later, when the backend and the path of
  * a new flow are known, this writes its entry. */
 int tc_conntrack(struct __sk_buff *skb)
@@ -563,7 +596,7 @@ int tc_conntrack(struct __sk_buff *skb)
 				skb->priority = PRIORITY_OF_TRACKED;
 			return TC_ACT_UNSPEC;
 		}
-		s->begin |= BEGIN_STALE;
+		s->begin |= BEGIN_STALE | BEGIN_AGAIN;
 		port = __builtin_bswap16(s->flow.client_port);
 	}
 	if (is_loopback(&s->flow.snat)) /* still ADDRESS_NOT_CHOSEN */
@@ -580,8 +613,8 @@ int tc_conntrack(struct __sk_buff *skb)
 			       ? TC_ACT_UNSPEC
 			       : drop_flow(&s->flow, reason);
 	/* Two flows would have one key if the endpoint is another Service's frontend. */
-	unseen = (s->begin & BEGIN_UNSEEN) || is_served(&s->flow.backend) ||
-		 (is_nodes_own(&s->flow.backend.address) && answers_unseen(skb, s));
+	unseen = (s->begin & BEGIN_UNSEEN) ||
+		 (is_nodes_own(&s->flow.backend.address) && is_served(&s->flow.backend));
 	awaited = await_packet(skb, s, port, unseen);
 	if (!awaited)
 		bpf_ct_change_timeout(ct, 0);

@@ -153,6 +153,8 @@ int tc_icmp_out(struct __sk_buff *skb)
 		return finish(TC_ACT_SHOT, INVALID);
 	if (!parse_error(skb, s, &tuple))
 		return TC_ACT_UNSPEC;
+	if (quotes_refused(&s->inner.tuple))
+		return finish(TC_ACT_SHOT, INVALID);
 	result = translate_out(&tuple, &s->inner, FROM_ICMP_ERROR, 0, skb->ifindex, 0, &after,
 			       &masqueraded);
 	if (masqueraded)

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.campaigns import deadline
-from tests.support.faults.scripted import Exchange, ScriptedServer, Step, chunk, quiet
+from tests.support.faults.fault_wire import chunk
+from tests.support.faults.scripted import Exchange, ScriptedServer, Step, quiet
 from tests.support.lab.lab import PATIENCE
 from tests.values.source.reflector.scripted import added, bookmark, lines, service, status
 

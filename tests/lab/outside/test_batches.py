@@ -5,6 +5,7 @@ before conntrack sees the first. A veth pair does so if its NAPI has a thread, w
 
 import ctypes
 import fcntl
+import json
 import os
 import socket
 import struct
@@ -15,13 +16,16 @@ from pathlib import Path
 
 import pytest
 
+from kbpf.dataplane.bpf.maps.layout import Reason
 from kbpf.kernel.system import netns
-from tests.lab.outside.netfilter import objects
-from tests.lab.outside.test_conntrack import exchange
+from tests.lab.outside.netfilter import flush_conntrack, nft_table, objects
+from tests.lab.outside.test_conntrack import GUARD, Refused, counted, entries, exchange, mac_towards, send_frames
 from tests.support.features import needs
 from tests.support.lab import sockets
-from tests.support.lab.field import Field, at, split, there
-from tests.support.lab.lab import PATIENCE, run
+from tests.support.lab.field import NODES4, NODES6, OUT4, OUT6, Field, at, both_families, split, there
+from tests.support.lab.lab import PATIENCE, ip, on, run, until
+from tests.support.packets import packets
+from tests.support.packets.wire import Wire
 
 pytestmark = needs("conntrack_nat")
 SIOCETHTOOL = 0x8946
@@ -92,3 +96,62 @@ def test_a_port_is_used_again_just_behind_a_reset(field: Field):
                 second.bind(("", port))
                 second.connect(to)
                 assert exchange(second) == "a1"
+
+
+@pytest.mark.parametrize("number", [11, 21])
+@both_families
+def test_a_refused_clients_error_does_not_reach_the_pod(field: Field, number: int, v6: bool):
+    """About an answer that it never got, just ahead of its request: for conntrack it belongs to the request."""
+    node, pod, to = field.lab.nodes[0], field["a1"], at("NodePort", number, v6)
+    own, client = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
+    mac = there(node, partial(mac_towards, client))
+    build, ask = partial(packets.tcp, flags="A"), partial(packets.tcp, flags="S")
+    if number > 20:
+        build = ask = partial(packets.udp, payload=bytes(99))
+    with nft_table(node, "inet guard", GUARD), busy(), Wire(pod.netns, "eth0", tap=True) as wire:
+        for end in (packets.end(client, port) for port in PORTS):
+            error = packets.icmp_error("too big", client, build(to, end), mtu=1280 if v6 else 600)
+            there(field["outside"], partial(send_frames, [error, ask(end, to)], own, mac))
+        until("all requests are refused", lambda: sum(counted(node, "drop")) >= len(PORTS))
+        wire.none(0, lambda packet: packet.source == client)
+
+
+def test_segments_of_a_refused_client_do_not_reach_the_pod(field: Field):
+    """The client's ACK and a forged one of the pod, just ahead of the SYN, make its entry ESTABLISHED and answered."""
+    refused, pod = Refused.of(field, 11, False), field["a1"]
+    with nft_table(field.lab.nodes[0], "inet guard", GUARD), busy(), Wire(pod.netns, "eth0", tap=True) as wire:
+        for end in PORTS:
+            client, seen = packets.end(OUT4, end), packets.end(NODES4[0], end)
+            refused.send(
+                packets.tcp(client, refused.ends.frontend, seq=1001, ack=5001),
+                packets.tcp(refused.ends.backend, seen, seq=5001, ack=1001),
+                packets.tcp(client, refused.ends.frontend, flags="S", seq=1000),
+            )
+        before = field.agent.reasons()[Reason.INVALID]
+        for end in PORTS:
+            refused.send(packets.tcp(packets.end(OUT4, end), refused.ends.frontend, b"secret", seq=1001, ack=5001))
+        until("they are dropped", lambda: field.agent.reasons()[Reason.INVALID] >= before + len(PORTS))
+        wire.none(0, lambda packet: packet.source in (OUT4, NODES4[0]))
+
+
+def test_a_packet_that_waits_for_a_mac_address_has_an_entry_of_its_own(field: Field):
+    """A later one begins the flow again, with an entry that nobody has answered yet."""
+    node, pod, refused = field.lab.nodes[0], field["a1"], Refused.of(field, 21, False)
+    device = json.loads(on(node, "ip", "-j", "route", "get", pod.ip))[0]["dev"]
+    mac = json.loads(there(pod, partial(run, "ip", "-j", "link", "show", "eth0")))[0]["address"]
+    there(node, flush_conntrack)
+    with nft_table(node, "inet guard", GUARD), busy(), Wire(pod.netns, "eth0", tap=True) as wire:
+        ip("link set eth0 arp off", netns=pod.netns)
+        try:
+            ip(f"neigh replace {pod.ip} dev {device} nud failed", netns=node.netns)
+            for number, end in enumerate(PORTS, 1):
+                seen = packets.end(NODES4[0], end)
+                ask = packets.udp(packets.end(OUT4, end), refused.ends.frontend, b"x")
+                refused.send(packets.udp(refused.ends.backend, seen, b"forged"), ask, ask)
+                until("its entry is there", lambda number=number: len(entries(field, refused.ends.frontend)) >= number)
+                refused.send(ask)
+            ip(f"neigh replace {pod.ip} lladdr {mac} dev {device} nud permanent", netns=node.netns)
+            wire.none(0.5, lambda packet: packet.protocol == "udp")
+        finally:
+            ip("link set eth0 arp on", netns=pod.netns)
+            ip(f"neigh del {pod.ip} dev {device}", netns=node.netns)

@@ -33,6 +33,8 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.objects import Protocol
 from tests.lab.outside.netfilter import flush_conntrack, nft_table, objects
+from tests.support.cluster.kube_objects import port as service_port
+from tests.support.cluster.kube_objects import service
 from tests.support.features import needs
 from tests.support.lab import sockets
 from tests.support.lab.dial import Dial
@@ -395,7 +397,7 @@ def test_a_forged_answer_does_not_establish_a_refused_connection(field: Field, f
         assert not refused.ask() & ConntrackStatus.IPS_SEEN_REPLY
 
 
-@pytest.mark.parametrize("number", [11, 16, 21, 24, 26])
+@pytest.mark.parametrize("number", [11, 21, 24])
 @both_families
 def test_an_answer_that_the_programs_have_not_seen_establishes_nothing(field: Field, number: int, v6: bool):
     """It may be just ahead of the entry, or come by a device without programs."""
@@ -495,12 +497,14 @@ def nat_table(node: Node) -> str:
     return on(node, "nft", "list", "table", "inet", TABLE)
 
 
+UDP_REFUSED = f"chain d {{ type filter hook prerouting priority raw; ip saddr {OUT4} meta l4proto udp drop; }}"
+
+
 def test_no_key_of_a_refused_flow_stays(field: Field):
     """A client that uses each port for two frontends of one backend. Nor do entries of TCP stay that seem to be
     answered, so that others find room.
     """
-    rule = f"chain d {{ type filter hook prerouting priority raw; ip saddr {OUT4} meta l4proto udp drop; }}"
-    with nft_table(field.lab.nodes[0], "inet guard", GUARD + rule):
+    with nft_table(field.lab.nodes[0], "inet guard", GUARD + UDP_REFUSED):
         answered = Refused.of(field, 11, False)
         answered.ask()
         _see_answer(field, answered.ends, "tcp", "--state", "ESTABLISHED")
@@ -545,21 +549,84 @@ def test_a_flow_by_a_route_that_encapsulates_counts_at_once(unseen: Field, v6: b
 
 
 @pytest.mark.parametrize("number", [16, 26])
+@pytest.mark.parametrize("others", [0, CLIENTS], ids=["it goes on", "others begin"])
 @both_families
-def test_a_flow_whose_answers_leave_by_a_device_without_programs_counts_at_once(unseen: Field, number: int, v6: bool):
+def test_a_flow_that_the_node_answers_by_a_device_without_programs(unseen: Field, others: int, number: int, v6: bool):
+    """Nobody else can have answered. So it counts with its next packet, and others' refused flows do not end it."""
     node, outside = unseen.lab.nodes[0], unseen["outside"]
     to, client = at("NodePort", number, v6), OUT6 if v6 else OUT4
     mac = there(node, partial(mac_towards, client))
     request = partial(packets.tcp, flags="S") if number < 20 else partial(packets.udp, payload=b"x")
-    before = unseen.agent.reasons()[Reason.NEW_FLOW]
+    send = partial(send_frames, [request(packets.end(client, PORT + number), to)], split(to)[0], mac)
+    there(node, flush_conntrack)
     ip(f"route add {client} dev p1", netns=node.netns)
+
+    def answered() -> list[Entry]:
+        return [entry for entry in entries(unseen, to) if entry.status & ConntrackStatus.IPS_SEEN_REPLY]
+
     try:
-        frames = [request(packets.end(client, PORT), to)]
-        there(outside, partial(send_frames, frames, split(to)[0], mac))
+        before = unseen.agent.reasons()[Reason.NEW_FLOW]
+        there(outside, send)
+        until("it is answered", answered)
+        if others:
+            with nft_table(node, "inet guard", UDP_REFUSED):
+                there(outside, partial(_send_from_each_port, 40_000, (NODES4[0], 30_026)))
+        else:
+            there(outside, send)
         until("it counts", lambda: unseen.agent.reasons()[Reason.NEW_FLOW] - before == 1)
-        assert not unseen.agent.entries("unconfirmed")
+        assert len(answered()) == 1
     finally:
         ip(f"route del {client} dev p1", netns=node.netns)
+
+
+@pytest.mark.parametrize(("chained", "number"), [(18, 11), (28, 21)])
+@both_families
+def test_a_chained_service_takes_no_key_of_a_refused_flow(field: Field, chained: int, number: int, v6: bool):
+    """Its endpoint is the NodePort of the other Service."""
+    with nft_table(field.lab.nodes[0], "inet guard", GUARD):
+        refused = Refused.of(field, number, v6)
+        refused.ask()
+        to = at("NodePort", chained, v6)
+        build = partial(packets.tcp, flags="S") if number < 20 else partial(packets.udp, payload=b"x")
+        refused.send(build(refused.ends.client, to))
+        _expect_no_forged_answer(refused)
+
+
+@pytest.mark.parametrize("number", [11, 21])
+@both_families
+def test_a_service_at_a_pods_address_switches_no_check_off(field: Field, number: int, v6: bool):
+    """Anybody may have created it."""
+    node, pod = field.lab.nodes[0], field["a1"]
+    row = service_port(8080, protocol="TCP" if number < 20 else "UDP")
+    families, ips = ("IPv4", "IPv6"), ("10.96.0.77", "fd00:10:96::77")
+    stranger = service("stranger", row, cluster_ips=ips, families=families, external_ips=[pod.ip, pod.ip6])
+    with field.given(stranger, field.slice("stranger", "a3")), nft_table(node, "inet guard", GUARD):
+        field.settle()
+        refused = Refused.of(field, number, v6)
+        refused.ask()
+        _expect_no_forged_answer(refused)
+
+
+@pytest.mark.parametrize("number", [11, 21])
+@both_families
+def test_a_frame_that_has_met_no_rules_takes_no_key(field: Field, number: int, v6: bool):
+    """As a macvlan pod sends it by the uplink of the node."""
+    node = field.lab.nodes[0]
+    with nft_table(node, "inet guard", GUARD):
+        refused = Refused.of(field, number, v6)
+        refused.ask()
+        ends = refused.ends
+        build = partial(packets.tcp, flags="S") if number < 20 else partial(packets.udp, payload=b"x")
+        frames = [build(ends.masqueraded, ends.backend), build(ends.frontend, ends.client)]
+        there(node, partial(send_frames, frames, split(ends.client)[0], BROADCAST))
+        _expect_no_forged_answer(refused)
+
+
+def _expect_no_forged_answer(refused: Refused) -> None:
+    field, before = refused.field, refused.field.agent.reasons()[Reason.INVALID]
+    refused.send(_syn_ack(refused.ends), *_answer(refused.ends))  # one of them is of its protocol
+    until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] > before)
+    assert not refused.ask() & ConntrackStatus.IPS_SEEN_REPLY
 
 
 @pytest.mark.parametrize(("chained", "number"), [(18, 11), (28, 21)])

@@ -4,12 +4,11 @@
 The kernel tracks connections only while some rule matches on conntrack, and translates their
 packets only while a chain of type nat exists. The chain `nat` provides both, for IPv4 and IPv6, and
 changes no packet. The packet programs write the translations (bpf/tc/conntrack.h). Two more chains
-drop what they cannot judge:
+are for what they cannot judge:
 
-- `forged`: packets that arrive in the name of the node itself. The kernel drops those of IPv4, too,
-  but only after conntrack has taken them for answers of the node. The node's own multicast may come
-  back. Others may have its link-local addresses.
-- `missed`: SYNs that the programs have left to conntrack, but that it does not translate.
+- `forged` hides from conntrack what arrives in the name of the node, which it would take for answers
+  of the node. Its own multicast comes back, and others may have its link-local addresses.
+- `missed` drops SYNs that the programs have left to conntrack, but that it does not translate.
 
 Where FORWARD may refuse packets, two other chains give those of masqueraded connections our mark
 while they are in FORWARD, where a rule of ours matches it (kernel/netfilter/forward_rules.py). With
@@ -113,16 +112,19 @@ def _create_commands(mark: int) -> list[forward_rules.Json]:
     """`mark`: 0 if packets get none."""
     status: dict[str, Any] = {"&": [{"ct": {"key": "status"}}, int(_MASQUERADED)]}
     is_masqueraded = {"match": {"op": "==", "left": status, "right": int(_MASQUERADED)}}
-    drop: list[forward_rules.Json] = [{"counter": None}, {"drop": None}]
     current = {"meta": {"key": "mark"}}
     set_mark = {"mangle": {"key": current, "value": {"|": [current, mark]}}}
     clear_mark = {"mangle": {"key": current, "value": {"&": [current, ~mark & 0xFFFFFFFF]}}}
     commands = [
         {"add": {"table": _table()}},
         *conntrack_keepalive.hook_commands("inet", TABLE, "nat"),
-        *_chain_commands("forged", "prerouting", _BEFORE_FRAGMENTS, *_PASSES, drop),
+        *_chain_commands("forged", "prerouting", _BEFORE_FRAGMENTS, *_PASSES, [{"counter": None}, {"notrack": None}]),
         *_chain_commands(
-            "missed", "prerouting", _AFTER_DNAT, [_is({"meta": {"key": "priority"}}, _TRACKED), *drop], type_="nat"
+            "missed",
+            "prerouting",
+            _AFTER_DNAT,
+            [_is({"meta": {"key": "priority"}}, _TRACKED), {"counter": None}, {"drop": None}],
+            type_="nat",
         ),
     ]
     if not mark:

@@ -19,6 +19,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     TcpState,
     pack_target,
 )
+from kbpf.errors import LastError
 from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
     CLIENT,
@@ -370,7 +371,7 @@ def test_answer_under_way_outlives_the_frontend(path: Path_, v: int, which: int,
             for name in ("flows", "udp_flows", "sock_peers", "former_peers")
         }
         gone = {FLOW.unpack(raw)[2] for raw in flow.entries()}
-        udp_cut.cut(maps, lambda _, frontend, __: frontend in gone, count_flows=False)
+        udp_cut.cut(maps, lambda _, frontend, __: frontend in gone, None, LastError())
     left = {raw[DIRECTION] for raw in flow.entries()}
     reserved = {FlowDirection.SNAT_REPLY} if which == CLUSTER else set()
     assert left == reserved | ({FlowDirection.REPLY} if answered else set())
