@@ -483,7 +483,7 @@ forged answers pass
 - return !same_target(&p->tuple.to, &event->backend);
 + return false;
 forged answers that were not seen count
-- !begins_again(s)
+- !begins_again(skb, s)
 + true
 a SYN in fragments passes
 - (p->fragment != WHOLE ||
@@ -498,14 +498,14 @@ what the node has answered unseen begins again
 - if (is_nodes_own(&event->backend.address)) {
 + if (false) {
 open connections to the node end if their answers leave unseen
-- if (is_nodes_own(&first->backend.address) && is_answered(skb, &tuple, false)) {
-+ if (false) {
+- if (is_nodes_own(&event->backend.address) && is_answered(skb, &tuple, false))
++ if (false)
 two flows have one key
 - && is_served(&s->flow.backend));
 + && false);
 a Service takes the key of another's refused flow
-- if (!event || !same_target(server, first ? &event->frontend : &event->backend))
-+ if (!event)
+- if (is_first != first)
++ if (false)
 flows that leave unseen are refused
 - unseen = (s->begin & BEGIN_UNSEEN) ||
 + unseen = false ||

@@ -306,52 +306,6 @@ static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct
 	return go(skb, TAIL_UNCONFIRMED);
 }
 
-/* Removes both keys of the flow that has this one, if its first key (`first`) or its second one is
- * meant: they may be equal if an endpoint is another Service's frontend. `key`: room for one, since
- * the stack is short. */
-static __always_inline void forget_flow(struct flow_key *key, const struct target *client,
-					const struct target *server, bool first)
-{
-	struct event *event, *twin;
-
-	*key = flow_key_of(client, server);
-	event = unconfirmed.lookup(key);
-	if (!event || !same_target(server, first ? &event->frontend : &event->backend))
-		return;
-	*key = flow_key_of(&event->client, first ? &event->backend : &event->frontend);
-	twin = unconfirmed.lookup(key);
-	if (twin && twin->time == event->time) /* not of a later flow */
-		unconfirmed.delete(key);
-	*key = flow_key_of(client, server);
-	unconfirmed.delete(key);
-}
-
-/* The rules of the host have let a packet of this flow pass, which `t` identifies. */
-static __always_inline void confirm(struct scratch *s, const struct tuple *t, struct event *event)
-{
-	bool answers =
-		same_target(&t->from, &event->frontend) || same_target(&t->from, &event->backend);
-	const struct target *server = answers ? &t->from : &t->to;
-
-	confirm_flow(event);
-	forget_flow(&s->queued.key, answers ? &t->to : &t->from, server,
-		    same_target(server, &event->frontend));
-}
-
-/* Whether a packet of no flow of ours that leaves by a device is the first one of a flow: a
- * client's to the backend, or an answer that the node itself has sent. */
-static __always_inline bool leaves_first(struct __sk_buff *skb, const struct packet *p)
-{
-	struct event *event;
-
-	if ((p->protocol == IPPROTO_TCP && !(p->tcp_flags & TCP_SYN)) || !uses_conntrack())
-		return false;
-	event = find_unconfirmed(&p->tuple);
-	return event && ((same_target(&p->tuple.to, &event->backend) && skb->ingress_ifindex &&
-			  starts_flow(p)) ||
-			 (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex));
-}
-
 /* Whether conntrack has seen an answer to this client. `expire`: its entry goes. */
 static __always_inline bool is_answered(struct __sk_buff *skb, const struct tuple *t, bool expire)
 {
@@ -366,6 +320,67 @@ static __always_inline bool is_answered(struct __sk_buff *skb, const struct tupl
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
 	return answered;
+}
+
+/* Removes the entry of a flow of this client. */
+static __always_inline void expire_entry(struct __sk_buff *skb, const struct tuple *t)
+{
+	is_answered(skb, t, true);
+	is_answered(skb, t, true); /* this look-up deletes it */
+}
+
+/* Removes both keys of the flow that has this one. If it is the flow's first key, and a second one
+ * is meant (`first`), or the other way round, since an endpoint is another Service's frontend, that
+ * flow has to begin again, without its entry. `key`: room for one, since the stack is short. */
+static __always_inline void forget_flow(struct __sk_buff *skb, struct flow_key *key,
+					const struct target *client, const struct target *server,
+					bool first)
+{
+	struct event *event, *twin;
+	struct tuple tuple;
+	bool is_first;
+
+	*key = flow_key_of(client, server);
+	event = unconfirmed.lookup(key);
+	if (!event)
+		return;
+	is_first = same_target(server, &event->frontend);
+	tuple.from = is_first ? *client : event->client;
+	tuple.to = event->frontend;
+	*key = flow_key_of(&event->client, is_first ? &event->backend : &event->frontend);
+	twin = unconfirmed.lookup(key);
+	if (twin && twin->time == event->time) /* not of a later flow */
+		unconfirmed.delete(key);
+	*key = flow_key_of(client, server);
+	unconfirmed.delete(key);
+	if (is_first != first)
+		expire_entry(skb, &tuple);
+}
+
+/* The rules of the host have let a packet of this flow pass, which `t` identifies. */
+static __always_inline void confirm(struct __sk_buff *skb, struct scratch *s, const struct tuple *t,
+				    struct event *event)
+{
+	bool answers =
+		same_target(&t->from, &event->frontend) || same_target(&t->from, &event->backend);
+	const struct target *server = answers ? &t->from : &t->to;
+
+	confirm_flow(event);
+	forget_flow(skb, &s->queued.key, answers ? &t->to : &t->from, server,
+		    same_target(server, &event->frontend));
+}
+
+/* Whether a packet of no flow of ours that leaves by a device is the first one of a flow: a
+ * client's to the backend, or an answer that the node itself has sent. */
+static __always_inline bool leaves_first(struct __sk_buff *skb, const struct packet *p)
+{
+	struct event *event;
+
+	if ((p->protocol == IPPROTO_TCP && !(p->tcp_flags & TCP_SYN)) || !uses_conntrack())
+		return false;
+	event = find_unconfirmed(&p->tuple);
+	return event && ((same_target(&p->tuple.to, &event->backend) && starts_flow(p)) ||
+			 (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex));
 }
 
 /* Takes the oldest flow from the queue. The rules of the host have refused its packet, and its
@@ -385,17 +400,14 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 		return;
 	tuple.from = event->client;
 	tuple.to = event->frontend;
+	if (is_nodes_own(&event->backend.address) && is_answered(skb, &tuple, false))
+		confirm_flow(event);
+	else
+		expire_entry(skb, &tuple);
 	first_key = flow_key_of(&tuple.from, &tuple.to);
 	first = unconfirmed.lookup(&first_key);
-	if (first && first->time == oldest->time) {
-		if (is_nodes_own(&first->backend.address) && is_answered(skb, &tuple, false)) {
-			confirm_flow(event);
-		} else {
-			is_answered(skb, &tuple, true);
-			is_answered(skb, &tuple, true); /* this look-up deletes it */
-		}
+	if (first && first->time == oldest->time)
 		unconfirmed.delete(&first_key);
-	}
 	unconfirmed.delete(&oldest->key);
 }
 
@@ -417,8 +429,8 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 	if (has_snat(flow))
 		seen.address = flow->snat;
 	/* Of earlier flows, whose entries are gone: their other keys would stay for ever. */
-	forget_flow(&queued->key, &seen, &flow->backend, false);
-	forget_flow(&queued->key, &flow->client, &flow->frontend, true);
+	forget_flow(skb, &queued->key, &seen, &flow->backend, false);
+	forget_flow(skb, &queued->key, &flow->client, &flow->frontend, true);
 	if (unseen) {
 		confirm_flow(&event);
 		return true;
@@ -438,13 +450,13 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 		}
 	}
 	/* Without its key in the queue it would stay for ever. */
-	forget_flow(&queued->key, &seen, &flow->backend, false);
+	forget_flow(skb, &queued->key, &seen, &flow->backend, false);
 	return false;
 }
 
 /* Writes the flow of a client's packet as it was begun, if no packet of it has left. What the node
  * itself has answered is no such flow. */
-static __always_inline bool begins_again(struct scratch *s)
+static __always_inline bool begins_again(struct __sk_buff *skb, struct scratch *s)
 {
 	struct event *event = find_unconfirmed(&s->packet.tuple);
 	struct flow *flow = &s->flow;
@@ -452,7 +464,7 @@ static __always_inline bool begins_again(struct scratch *s)
 	if (!event || !same_target(&s->packet.tuple.to, &event->frontend))
 		return false;
 	if (is_nodes_own(&event->backend.address)) {
-		confirm(s, &s->packet.tuple, event);
+		confirm(skb, s, &s->packet.tuple, event);
 		return false;
 	}
 	__builtin_memset(flow, 0, sizeof(*flow));
@@ -483,7 +495,7 @@ static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s
 		return TC_ACT_UNSPEC;
 	if (is_decrypted(skb)) {
 		if (!is_error && !same_target(&tuple.to, &event->frontend))
-			confirm(s, &tuple, event);
+			confirm(skb, s, &tuple, event);
 		return TC_ACT_UNSPEC;
 	}
 	if (!same_target(&tuple.to, &event->frontend)) {
@@ -516,7 +528,7 @@ static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *
 		if (!is_answered(skb, &first, false))
 			return TC_ACT_UNSPEC;
 	}
-	confirm(s, t, event);
+	confirm(skb, s, t, event);
 	return TC_ACT_UNSPEC;
 }
 
@@ -588,7 +600,7 @@ int tc_conntrack(struct __sk_buff *skb)
 			s->begin |= BEGIN_UNTRACKED | (tracked == TRACKED_STALE ? BEGIN_STALE : 0);
 			return go(skb, TAIL_CHOOSE);
 		}
-		if (tracked == TRACKED_YES || !begins_again(s)) {
+		if (tracked == TRACKED_YES || !begins_again(skb, s)) {
 			/* A SYN just behind the packet that closes the connection: conntrack gives
 			 * it an entry of its own, which does not translate. A rule drops it then;
 			 * the client repeats it. */

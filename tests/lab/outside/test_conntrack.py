@@ -82,6 +82,11 @@ def field() -> Iterator[Field]:
         made.unhook("a-lo", node.netns, *LOCAL, node)
         rest = made.all_of(f"16 26:UDP -> a-net target={HOST_PORT}\n17 27:UDP -> a-lo target={HOST_PORT}")
         chained = made.all_of("18 -> a-net target=30011\n28:UDP -> a-net target=30021")
+        vips = [split(at("VIP", 24, v6)) for v6 in (False, True)]
+        made.unhook("a-vip", node.netns, vips[0][0], vips[1][0], node)
+        for (vip, _), router in zip(vips, (OUT4, OUT6), strict=True):
+            ip(f"route add {vip} via {router}", netns=node.netns)
+        chained += made.all_of(f"38:UDP -> a-vip target={vips[0][1]} external=Local")
         made.create(*objects(made), *rest, *chained)
         made.settle()
         yield made
@@ -581,15 +586,17 @@ def test_a_flow_that_the_node_answers_by_a_device_without_programs(unseen: Field
 
 @pytest.mark.parametrize(("chained", "number"), [(18, 11), (28, 21)])
 @both_families
-def test_a_chained_service_takes_no_key_of_a_refused_flow(field: Field, chained: int, number: int, v6: bool):
-    """Its endpoint is the NodePort of the other Service."""
+def test_a_chained_service_ends_a_refused_flow_with_its_key(field: Field, chained: int, number: int, v6: bool):
+    """Its endpoint is the NodePort of the other Service. So a forged answer finds no entry."""
     with nft_table(field.lab.nodes[0], "inet guard", GUARD):
         refused = Refused.of(field, number, v6)
         refused.ask()
         to = at("NodePort", chained, v6)
         build = partial(packets.tcp, flags="S") if number < 20 else partial(packets.udp, payload=b"x")
         refused.send(build(refused.ends.client, to))
-        _expect_no_forged_answer(refused)
+        until("it has ended", lambda: not entries(field, refused.ends.frontend))
+        refused.send(_syn_ack(refused.ends), *_answer(refused.ends))
+        assert not refused.ask() & ConntrackStatus.IPS_SEEN_REPLY
 
 
 @pytest.mark.parametrize("number", [11, 21])
@@ -607,6 +614,24 @@ def test_a_service_at_a_pods_address_switches_no_check_off(field: Field, number:
         _expect_no_forged_answer(refused)
 
 
+@pytest.mark.parametrize("first", ["chained", "other"])
+@both_families
+def test_of_two_flows_with_one_key_the_later_one_has_it(field: Field, first: str, v6: bool):
+    """An endpoint of Service 38 is the VIP of Service 24, and neither masquerades."""
+    node, client, to = field.lab.nodes[0], OUT6 if v6 else OUT4, [at("NodePort", 38, v6), at("VIP", 24, v6)]
+    mac, begin = there(node, partial(mac_towards, client)), 50_000 if first == "chained" else 50_100
+    ports = range(begin, begin + 20)
+    before = set(field.agent.entries("unconfirmed"))
+    with nft_table(node, "inet guard", GUARD):
+        order = to if first == "chained" else to[::-1]
+        frames = [packets.udp(packets.end(client, port), each, b"x") for port in ports for each in order]
+        there(field["outside"], partial(send_frames, frames, (NODES6 if v6 else NODES4)[0], mac))
+        until("all are refused", lambda: sum(counted(node, "drop")) >= len(frames))
+        assert len(set(field.agent.entries("unconfirmed")) - before) == 2 * len(ports)
+        assert len(entries(field, order[1])) == len(ports)
+        assert not entries(field, order[0])
+
+
 @pytest.mark.parametrize("number", [11, 21])
 @both_families
 def test_a_frame_that_has_met_no_rules_takes_no_key(field: Field, number: int, v6: bool):
@@ -616,9 +641,8 @@ def test_a_frame_that_has_met_no_rules_takes_no_key(field: Field, number: int, v
         refused = Refused.of(field, number, v6)
         refused.ask()
         ends = refused.ends
-        build = partial(packets.tcp, flags="S") if number < 20 else partial(packets.udp, payload=b"x")
-        frames = [build(ends.masqueraded, ends.backend), build(ends.frontend, ends.client)]
-        there(node, partial(send_frames, frames, split(ends.client)[0], BROADCAST))
+        build = partial(packets.tcp, flags="SA") if number < 20 else partial(packets.udp, payload=b"x")
+        there(node, partial(send_frames, [build(ends.frontend, ends.client)], split(ends.client)[0], BROADCAST))
         _expect_no_forged_answer(refused)
 
 

@@ -16,7 +16,7 @@ from contextlib import closing
 import pytest
 from pyroute2 import IPSet
 
-from kbpf.cli import cleanup
+from kbpf.cli import removal
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.host import HostIntegration
 from kbpf.dataplane.bpf.maps.pinning import Pins
@@ -166,7 +166,7 @@ def test_cleanup_names_the_rules_of_others(bench: Namespace, capsys):
         bench.run(f"iptables-{tool}-restore", stdin=f"*nat\n:MINE -\n{KUBE_PROXY}{rule}\nCOMMIT\n")
     said = set()
     for dry_run in (True, False, True):
-        bench.do(lambda dry_run=dry_run: list(cleanup.remove_kube_proxy(force=True, dry_run=dry_run)))
+        bench.do(lambda dry_run=dry_run: list(removal.remove_kube_proxy(True, dry_run)))
         said.add(re.sub(r"handle \d+", "handle", capsys.readouterr().err))
     assert said == {
         "kbpf: KUBE-MARK-MASQ stays: a rule in ip nat MINE jumps to it: "
@@ -464,7 +464,7 @@ def test_ipvs_connections_pass_a_closed_forward(bench: Namespace):
 
 def test_cleanup_reports_the_forward_rule(bench: Namespace, left: str, capsys):
     bench.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
-    bench.do(lambda: list(cleanup.remove_kube_proxy(force=True)))
+    bench.do(lambda: list(removal.remove_kube_proxy(True, False)))
     assert capsys.readouterr().err == (
         f"kbpf: table {left} kbpf-keepalive stays, and with it a rule in {left} filter FORWARD, "
         "for connections that kube-proxy translated; the agent removes it when they have ended\n"
