@@ -22,6 +22,14 @@
  *                                  └─ sent by this node, to a Service ─► tc_host ─ tc_host_choose ─
  *                                                                        tc_enqueue ...
  *
+ * With --forwarding netfilter, conntrack translates packets of other machines:
+ *
+ *  tc_ingress ─┬─ may be new ─ tc_choose ─ tc_conntrack ─┬─ known ─► stack, unchanged
+ *              │                                         └─ new ─ tc_choose ─ tc_route ─┐
+ *              │                     stack, unchanged ◄─ tc_conntrack ──────────────────┘
+ *              └─ answers what has not left ─► tc_unconfirmed
+ *  tc_egress  ─── the first packet of such a flow ─► tc_unconfirmed
+ *
  *  tc_recheck, tc_coexist, tc_choose, tc_route, tc_delete_flow   tc/begin.h
  *  tc_conntrack, tc_unconfirmed                                  tc/conntrack.h
  *  tc_enqueue, tc_evict                                          tc/evict.h
@@ -72,8 +80,9 @@ int tc_ingress(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	if (!flags && !parse_for(skb, device, p, true))
 		return has_hidden_packet(skb) ? finish(TC_ACT_SHOT, INVALID) : TC_ACT_UNSPEC;
+	/* an ICMP error, hidden ports, or a fragment of no known flow: parse_for() */
 	if (!p->tuple.from.protocol)
-		return go(skb, TAIL_ICMP_IN); /* an ICMP error, or hidden ports: parse_for() */
+		return go(skb, TAIL_ICMP_IN);
 	if (!flags && (skb->pkt_type != PACKET_HOST || has_source_route(skb, p)))
 		return answers_refused(p) ? judge_answer_to_refused(skb, s) : TC_ACT_UNSPEC;
 	if (!flags)
@@ -119,7 +128,7 @@ int tc_egress(struct __sk_buff *skb)
 	flags = take_resumed(s); /* as in tc_ingress */
 	if (!device || (!flags && !parse_for(skb, device, p, false)))
 		return TC_ACT_UNSPEC;
-	if (!p->tuple.from.protocol) /* an ICMP error: parse_for() */
+	if (!p->tuple.from.protocol) /* an ICMP error, or hidden ports: parse_for() */
 		return go(skb, TAIL_ICMP_OUT);
 	if (!flags)
 		s->end = 0;

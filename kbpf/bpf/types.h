@@ -28,7 +28,7 @@ struct target {
 enum service_flags {
 	SERVICE_INTERNAL_LOCAL = 1 << 0, /* internalTrafficPolicy: Local */
 	SERVICE_EXTERNAL_LOCAL = 1 << 1, /* externalTrafficPolicy: Local */
-	SERVICE_ANY_ENDPOINTS = 1 << 2,  /* other nodes have some: an empty local set drops */
+	SERVICE_ANY_ENDPOINTS = 1 << 2,  /* the cluster has some: an empty local set drops */
 	SERVICE_RESTRICTED = 1 << 3,     /* source ranges apply */
 	SERVICE_MAGLEV = 1 << 4,         /* packets choose by hash, so all nodes agree */
 	/* the kind of frontend; exactly one is set */
@@ -281,10 +281,12 @@ struct next_hop {
 	u32 ifindex;
 	u8 own_mac[6];
 	u8 next_mac[6];
-	u16 max_length; /* a packet of this length, from the IP header on, has fitted */
-	u8 resolved;    /* the MAC addresses are known */
-	u8 family;      /* of `address`; may be IPv6 even if the packet is IPv4 */
-	u32 uncounted;  /* bytes that have not been added to `counts` yet (account_flows.h) */
+	/* A packet of this length, from the IP header on, has fitted. If `ifindex` is 0: the MTU
+	 * that a packet exceeds, or 0 (exceeded_mtu()). */
+	u16 max_length;
+	u8 resolved;   /* the MAC addresses are known */
+	u8 family;     /* of `address`; may be IPv6 even if the packet is IPv4 */
+	u32 uncounted; /* bytes that have not been added to `counts` yet (account_flows.h) */
 };
 
 /* What one side of a TCP connection has sent, in host byte order; in parentheses the name in

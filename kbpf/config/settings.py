@@ -483,10 +483,10 @@ SETTINGS: Final = (
         "forwarding",
         kinds.FORWARDING,
         NODE,
-        "how the packet path reaches pods of this node: netfilter: translated by conntrack, so "
-        "that firewall rules before DNAT see NodePorts; stack: translated by kbpf before these; "
-        "direct to the pod's veth, bypassing the host's firewall and network policies; or auto: "
-        "netfilter from Linux 6.1 on, else stack (default auto)",
+        "who translates packets from outside, and what they pass: netfilter: conntrack, so that "
+        "firewall rules before DNAT see NodePorts; stack: kbpf, before these; direct: kbpf, and "
+        "packets go straight to the pod's veth, bypassing the host's firewall and network "
+        "policies; or auto: netfilter from Linux 6.1 on if possible, else stack (default auto)",
         kbpf="packetPath.forwarding",
         only=BPF,
     ),

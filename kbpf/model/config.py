@@ -234,9 +234,9 @@ class Config:
     """Bit (0 to 31) of the packet mark that SNATed packets carry through the node's stack."""
 
     forwarding: str = "auto"
-    """How packets reach pods of this node: "netfilter", translated by the host's conntrack,
-    "stack", translated by the packet path and through the host's netfilter, "direct", redirected
-    to the pod's device, or "auto", netfilter where the kernel can do it and stack elsewhere.
+    """Who translates packets from outside, and what they pass: "netfilter", the host's conntrack;
+    "stack", the packet path, and then the host's netfilter, except for masqueraded flows to other
+    nodes; "direct", the packet path, past the stack; "auto", netfilter if possible, else stack.
     """
 
     detect_local_mode: LocalMode = LocalMode.NONE

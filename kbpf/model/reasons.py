@@ -128,7 +128,8 @@ class Reason(IntEnum):
     LEFT_TO_PACKETS = (
         17,
         Verdict.PASS,
-        "sockets left to the packet path: by --socket-lb, exempt, or UDP to a ClusterIP's unknown port",
+        "sockets left to the packet path: by --socket-lb, exempt, the kernel's own, bound to a device or "
+        "to loopback, or UDP to a ClusterIP's unknown port",
     )
     PAUSED = (18, Verdict.DROP, "dropped while the programs switched to other maps; clients retransmit, nothing to do")
     TABLE_FULL = (19, Verdict.DROP, "dropped: the table is full of connections in use; raise --max-connections")

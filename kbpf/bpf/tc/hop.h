@@ -5,7 +5,8 @@
  * them as martians, and a FORWARD policy would judge them. So they are routed here, with the
  * kernel's FIB, and handed to the next device with the neighbour's MAC address. Packets that cannot
  * be forwarded here (longer than the MTU, TTL expired, no route, a route that encapsulates) go up
- * the stack, which handles them or answers with the right ICMP error.
+ * the stack, which handles them or answers with the right ICMP error. But if a packet is too long
+ * and may not be fragmented, tc_refuse answers (send_path_mtu()).
  *
  * The only other duty of forwarding is to decrement the TTL.
  */

@@ -14,7 +14,7 @@
 #include "tc/scratch.h"
 #include "tc/tails.h"
 
-#define JUST_WRITTEN 0x200 /* not a TCP flag: the flow has just been written or rechecked */
+#define JUST_WRITTEN 0x200 /* not a TCP flag: the flow was just written, rechecked or judged */
 
 static __always_inline bool backend_exists(u32 id)
 {
