@@ -354,7 +354,7 @@ static __always_inline void forget_flow(struct __sk_buff *skb, struct flow_key *
 	*key = flow_key_of(client, server);
 	unconfirmed.delete(key);
 	if (is_first != first)
-		expire_entry(skb, &tuple);
+		is_answered(skb, &tuple, true);
 }
 
 /* The rules of the host have let a packet of this flow pass, which `t` identifies. */
