@@ -93,7 +93,7 @@ def hook_commands(family: str, table: str, name: str) -> list[forward_rules.Json
     those of NAT, its match on the state those of conntrack. The rule has no verdict.
     """
     chain = {"family": family, "table": table, "name": name}
-    state_match: dict[str, Any] = {"match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established"]}}
+    state_match = forward_rules.match({"ct": {"key": "state"}}, ["established"], "in")
     rule = {"family": family, "table": table, "chain": name, "expr": [state_match]}
     return [
         {"add": {"chain": {**chain, "type": "nat", "hook": "postrouting", "prio": 100}}},

@@ -19,8 +19,8 @@
  * flow is unconfirmed until its first packet leaves by a device, and counted then. Meanwhile
  * answers to it are dropped, since nobody can have received what they answer, and each packet of
  * its client is judged as the first one: if conntrack has seen an answer that these programs have
- * not, the entry is written anew. What the node itself receives leaves by no device; a rule drops
- * what others send in its name (nat_table.py), so that nobody can answer ahead of it. For a new
+ * not, the entry is written anew. What the node itself receives leaves by no device; a rule hides
+ * from conntrack what others send in its name (nat_table.py), so nobody else can answer. For a new
  * flow that does not fit into `unconfirmed_queue`, the oldest one is judged. A token bucket would
  * not do: whoever sends what the rules refuse would take all the tokens. */
 #pragma once
@@ -602,8 +602,8 @@ int tc_conntrack(struct __sk_buff *skb)
 		}
 		if (tracked == TRACKED_YES || !begins_again(skb, s)) {
 			/* A SYN just behind the packet that closes the connection: conntrack gives
-			 * it an entry of its own, which does not translate. A rule drops it then;
-			 * the client repeats it. */
+			 * it a new entry, which does not translate. A rule drops it then; the
+			 * client repeats it. */
 			if (p->tcp_flags & TCP_SYN)
 				skb->priority = PRIORITY_OF_TRACKED;
 			return TC_ACT_UNSPEC;

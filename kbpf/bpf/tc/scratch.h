@@ -30,7 +30,7 @@ enum begin_flags {
 	BEGIN_ANSWER = 1 << 5,      /* it begins nothing: answers_refused() */
 	BEGIN_LEAVING = 1 << 7, /* nor does it: it may be the first packet of a flow that leaves */
 	BEGIN_CLAIMED = 1 << 6, /* it has a port of the node that conntrack has to confirm */
-	BEGIN_UNSEEN = 1 << 8,  /* its packets leave by a device without programs, or encrypted */
+	BEGIN_UNSEEN = 1 << 8,  /* no program sees its packets leave: tc_route() */
 	BEGIN_AGAIN = 1 << 9,   /* an answer to it was forged: begins_again() */
 };
 

@@ -17,10 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from kbpf.dataplane.ipvs.plan import MAP_SETS, Element, ElementField, SetName
+from kbpf.kernel.netfilter.forward_rules import Json, match
 from kbpf.model.address import ANY, Addr, family_of, format_addr, parse_addr
 from kbpf.model.objects import Cidr, Protocol
-
-Json = dict[str, Any]
 
 # IPVS hooks LOCAL_IN at 98 and 99 and LOCAL_OUT at -99 and -98 (net/netfilter/ipvs/ip_vs_core.c).
 # Conntrack, whose state the rules match, is at -200.
@@ -192,12 +191,12 @@ def _local_matches(options: RulesetOptions, hook: str, family: int) -> Iterator[
         return
     yield (_match_set(_payload_expression(NETWORK_PROTOCOL[family], "saddr"), SetName.LOCAL_NETWORKS, family),)
     if options.local_interfaces:
-        yield (_match({"meta": {"key": "iifname"}}, options.local_interfaces),)
+        yield (match({"meta": {"key": "iifname"}}, options.local_interfaces),)
 
 
 def _reply_rule(options: RulesetOptions, family: int, name: SetName) -> tuple[Json, ...]:
     """Sets the mark on replies of backends, so that our rule in a closed FORWARD lets them pass."""
-    is_reply = _match({"ct": {"key": "direction"}}, "reply")
+    is_reply = match({"ct": {"key": "direction"}}, "reply")
     return (is_reply, _match_original_destination(family, name), _set_mark({"|": [META_MARK, options.masquerade_mark]}))
 
 
@@ -210,7 +209,7 @@ def _match_original_destination(family: int, name: SetName) -> Json:
 
 
 def _postrouting_rules(options: RulesetOptions) -> Iterator[tuple[Json, ...]]:
-    is_marked = _match({"&": [META_MARK, options.masquerade_mark]}, options.masquerade_mark)
+    is_marked = match({"&": [META_MARK, options.masquerade_mark]}, options.masquerade_mark)
     for family in FAMILIES:
         source, destination = (
             _payload_expression(NETWORK_PROTOCOL[family], "saddr"),
@@ -245,7 +244,7 @@ def _masquerade_expressions(options: RulesetOptions) -> Iterator[tuple[Json, Jso
     flags = ["random", "fully-random"]
     for protocol in ("tcp", "udp", "sctp"):
         ports = {"range": list(options.masquerade_ports)}
-        yield _match(META_L4PROTO, protocol), {"masquerade": {"port": ports, "flags": flags}}
+        yield match(META_L4PROTO, protocol), {"masquerade": {"port": ports, "flags": flags}}
 
 
 # ---- expressions ---------------------------------------------------------------------------------
@@ -268,24 +267,20 @@ def _frontend_key(family: int, protocol: Json = META_L4PROTO) -> Json:
     }
 
 
-def _match(operand: Json, value: Any, operator: str = "==") -> Json:
-    return {"match": {"op": operator, "left": operand, "right": value}}
-
-
 def _match_set(key: Json, name: SetName, family: int, operator: str = "==") -> Json:
-    return _match(key, f"@{name}{family}", operator)
+    return match(key, f"@{name}{family}", operator)
 
 
 def _match_new() -> Json:
-    return _match({"ct": {"key": "state"}}, "new", "in")
+    return match({"ct": {"key": "state"}}, "new", "in")
 
 
 def _match_family(family: int) -> Json:
-    return _match({"meta": {"key": "nfproto"}}, {4: "ipv4", 6: "ipv6"}[family])
+    return match({"meta": {"key": "nfproto"}}, {4: "ipv4", 6: "ipv6"}[family])
 
 
 def _match_protocols(*names: str) -> Json:
-    return _match(META_L4PROTO, {"set": list(names)})
+    return match(META_L4PROTO, {"set": list(names)})
 
 
 def _set_mark(value: Json) -> Json:

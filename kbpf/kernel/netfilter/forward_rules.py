@@ -248,6 +248,11 @@ def refuses_all(expressions: Iterable[nft.Expression]) -> bool:
 # ---- changing ------------------------------------------------------------------------------------
 
 
+def match(operand: Json, value: Any, operator: str = "==") -> Json:
+    """The expression that compares these, for a rule of libnftables."""
+    return {"match": {"op": operator, "left": operand, "right": value}}
+
+
 def accept_marked(chain: BaseChain, mark: int) -> None:
     """Adds our rule for this mark at the right position and deletes older ones, in one
     transaction.
@@ -260,14 +265,8 @@ def accept_marked(chain: BaseChain, mark: int) -> None:
         "chain": chain.name,
         "comment": masquerade_comment(mark),
         "expr": [
-            {
-                # only our bit: others may have set other bits of the mark
-                "match": {
-                    "op": "==",
-                    "left": {"&": [{"meta": {"key": "mark"}}, mark]},
-                    "right": mark,
-                }
-            },
+            # only our bit: others may have set other bits of the mark
+            match({"&": [{"meta": {"key": "mark"}}, mark]}, mark),
             {"counter": None},
             {"accept": None},
         ],

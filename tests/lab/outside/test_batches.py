@@ -41,7 +41,7 @@ def set_feature(device: str, command: int, on: bool) -> None:
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    """A thread of its own, which runs when nothing else does on its CPU, polls eth0 of node-1."""
+    """A thread that runs only while its CPU is idle polls eth0 of node-1."""
     with Field("--forwarding", "netfilter", name="ba", agents=1) as made:
         node = made.lab.nodes[0]
         there(node, partial(set_feature, "eth0", ETHTOOL_SGRO, True))
@@ -134,8 +134,8 @@ def test_segments_of_a_refused_client_do_not_reach_the_pod(field: Field):
         wire.none(0, lambda packet: packet.source in (OUT4, NODES4[0]))
 
 
-def test_a_packet_that_waits_for_a_mac_address_has_an_entry_of_its_own(field: Field):
-    """A later one begins the flow again, with an entry that nobody has answered yet."""
+def test_a_packet_that_waits_for_a_mac_address_is_not_judged_by_a_later_entry(field: Field):
+    """Meanwhile another packet of the client begins the flow again, with an entry without an answer."""
     node, pod, refused = field.lab.nodes[0], field["a1"], Refused.of(field, 21, False)
     device = json.loads(on(node, "ip", "-j", "route", "get", pod.ip))[0]["dev"]
     mac = json.loads(there(pod, partial(run, "ip", "-j", "link", "show", "eth0")))[0]["address"]

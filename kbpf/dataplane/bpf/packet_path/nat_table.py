@@ -111,7 +111,7 @@ def _delete_commands() -> list[forward_rules.Json]:
 def _create_commands(mark: int) -> list[forward_rules.Json]:
     """`mark`: 0 if packets get none."""
     status: dict[str, Any] = {"&": [{"ct": {"key": "status"}}, int(_MASQUERADED)]}
-    is_masqueraded = {"match": {"op": "==", "left": status, "right": int(_MASQUERADED)}}
+    is_masqueraded = forward_rules.match(status, int(_MASQUERADED))
     current = {"meta": {"key": "mark"}}
     set_mark = {"mangle": {"key": current, "value": {"|": [current, mark]}}}
     clear_mark = {"mangle": {"key": current, "value": {"&": [current, ~mark & 0xFFFFFFFF]}}}
@@ -123,7 +123,7 @@ def _create_commands(mark: int) -> list[forward_rules.Json]:
             "missed",
             "prerouting",
             _AFTER_DNAT,
-            [_is({"meta": {"key": "priority"}}, _TRACKED), {"counter": None}, {"drop": None}],
+            [forward_rules.match({"meta": {"key": "priority"}}, _TRACKED), {"counter": None}, {"drop": None}],
             type_="nat",
         ),
     ]
@@ -147,20 +147,19 @@ def _chain_commands(
     ]
 
 
-def _is(left: forward_rules.Json, right: Any, op: str = "==") -> forward_rules.Json:
-    return {"match": {"op": op, "left": left, "right": right}}
-
-
 def _prefix(protocol: str, network: str, bits: int) -> forward_rules.Json:
     source = {"payload": {"protocol": protocol, "field": "saddr"}}
-    return _is(source, {"prefix": {"addr": network, "len": bits}})
+    return forward_rules.match(source, {"prefix": {"addr": network, "len": bits}})
 
 
 _ACCEPT: Final[forward_rules.Json] = {"accept": None}
 _PASSES: Final[tuple[list[forward_rules.Json], ...]] = (
-    [_is({"meta": {"key": "iifname"}}, "lo"), _ACCEPT],
-    [_is({"fib": {"result": "type", "flags": ["saddr"]}}, "local", "!="), _ACCEPT],
-    [_is({"fib": {"result": "type", "flags": ["daddr"]}}, {"set": ["multicast", "broadcast"]}), _ACCEPT],
+    [forward_rules.match({"meta": {"key": "iifname"}}, "lo"), _ACCEPT],
+    [forward_rules.match({"fib": {"result": "type", "flags": ["saddr"]}}, "local", "!="), _ACCEPT],
+    [
+        forward_rules.match({"fib": {"result": "type", "flags": ["daddr"]}}, {"set": ["multicast", "broadcast"]}),
+        _ACCEPT,
+    ],
     [_prefix("ip", "169.254.0.0", 16), _ACCEPT],
     [_prefix("ip6", "fe80::", 10), _ACCEPT],
 )

@@ -148,7 +148,7 @@ programs-tc-b-all
 
 def test_cleanup_removes_and_lists_everything(written, site: Site, run):
     """The agent was killed while it changed programs: after the new ones took their name and before the old ones were
-    removed. Nothing is removed beside the pins of another tool.
+    removed. If the folder has pins of another tool, nothing is removed.
     """
     site.close_planes()
     (site.pins / "cilium").mkdir()

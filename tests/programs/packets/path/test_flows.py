@@ -165,7 +165,7 @@ def test_client_port_is_kept_if_free_else_replaced(path: Path_, v: int):
 
 @pytest.mark.parametrize("kind", BACK)
 def test_two_frontends_of_one_backend_from_one_client_port(path: Path_, v: int, kind: str):
-    """The second flow gets another client port, so that replies are told apart."""
+    """The second flow gets another client port, so that its replies can be distinguished."""
     own, back = client(v), pod(v)
     path.ingress(KINDS[kind](own, vip(v, LOCAL)))
     _, inside = path.ingress(KINDS[kind](own, vip(v, CLUSTER)))
@@ -301,7 +301,7 @@ def test_client_is_masqueraded_as_with_kube_proxy(path: Path_, v: int, row: Masq
 @pytest.mark.parametrize(
     ("role", "flag", "serves"), [(Role.POD, None, True), (Role.POD, NO_FLAG, False), (Role.HOST, None, False)]
 )
-def test_the_device_decides_who_uses_the_short_circuit(
+def test_the_short_circuit_depends_on_the_device(
     path: Path_, v: int, role: Role, flag: DeviceFlag | None, serves: bool
 ):
     """Policy Local without a local endpoint: pods of this node may use all, if their device is one of local pods."""
