@@ -126,7 +126,11 @@ int tc_egress(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
 	flags = take_resumed(s); /* as in tc_ingress */
-	if (!device || (!flags && !parse_for(skb, device, p, false)))
+	if (!device)
+		return TC_ACT_UNSPEC;
+	if (has_lost_entry(skb))
+		return finish(TC_ACT_SHOT, INVALID);
+	if (!flags && !parse_for(skb, device, p, false))
 		return TC_ACT_UNSPEC;
 	if (!p->tuple.from.protocol) /* an ICMP error, or hidden ports: parse_for() */
 		return go(skb, TAIL_ICMP_OUT);
@@ -146,7 +150,7 @@ int tc_egress(struct __sk_buff *skb)
 		return go(skb, TAIL_REROUTE);
 	if (is_rewrite(result))
 		return finish_rewrite(skb, s, &to, TC_ACT_UNSPEC, p->l3);
-	if (result == EGRESS_UNKNOWN && leaves_first(skb, p)) {
+	if (result == EGRESS_UNKNOWN && uses_conntrack() && find_unconfirmed(&p->tuple)) {
 		s->begin = BEGIN_LEAVING;
 		return go(skb, TAIL_UNCONFIRMED);
 	}

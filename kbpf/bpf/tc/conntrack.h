@@ -27,6 +27,7 @@
 
 #include "types.h"
 #include "lookup.h"
+#include "lib/compat.h"
 #include "lib/packet.h"
 #include "tc/flow.h"
 #include "tc/ports.h"
@@ -34,8 +35,12 @@
 #include "tc/tails.h"
 
 #define IP_CT_DIR_REPLY 1
+#define IP_CT_ESTABLISHED 0
+#define IP_CT_NEW 2
 #define IPS_SEEN_REPLY (1 << 1)
 #define IPS_DST_NAT (1 << 5)
+#define IPS_DYING (1 << 9)
+#define NFCT_INFO 7 /* of skb->_nfct: enum ip_conntrack_info; the rest is the entry's address */
 #define TCP_CONNTRACK_TIME_WAIT 7
 #define TCP_CONNTRACK_CLOSE 8
 #define NF_NAT_MANIP_SRC 0
@@ -89,9 +94,11 @@ struct ct_tuple6 {
 #define bpf_ct_insert_entry ((void *(*)(void *))0x6b620005)
 #define bpf_ct_release ((void (*)(void *))0x6b620006)
 #define bpf_ct_set_nat_info ((int (*)(void *, struct address *, int, int))0x6b620007)
-/* Offsets in this kernel's struct nf_conn, in bytes. */
+/* Offsets in this kernel's struct nf_conn and struct sk_buff, in bytes. The last one is 0 if the
+ * agent does not use conntrack. */
 #define offset_of_status() (((u64(*)(void))0x6b620008)())
 #define offset_of_tcp_state() (((u64(*)(void))0x6b620009)())
+#define offset_of_nfct() (((u64(*)(void))0x6b62000a)())
 
 /* Calls one of the first two functions for packets from `t->from` to `t->to`. */
 #define CALL_FOR_TUPLE(function, skb, t, v6, opts)                                                 \
@@ -234,15 +241,6 @@ static __always_inline bool is_decrypted(struct __sk_buff *skb)
 	return !((long (*)(void *, u32, void *, u32, u64))66)(skb, 0, &state, sizeof(state), 0);
 }
 
-/* For longer than a packet waits for its next hop's MAC address. */
-#define AGAIN_NS (4 * SECOND)
-
-/* Whether a flow has just been begun again. In `unconfirmed`, `cgroup` says that it was. */
-static __always_inline bool begun_again(const struct event *event)
-{
-	return event->cgroup && now_ns() - event->time < AGAIN_NS;
-}
-
 /* Counts a flow whose packet the rules of the host have let pass, once. */
 static __always_inline void confirm_flow(struct event *event)
 {
@@ -252,7 +250,6 @@ static __always_inline void confirm_flow(struct event *event)
 		return;
 	count(NEW_FLOW);
 	account_begin(&c, TRANSLATE);
-	event->cgroup = 0;
 	if (is_monitored())
 		report(event);
 	event->reason = REASONS; /* counted */
@@ -270,23 +267,13 @@ static __always_inline struct event *find_unconfirmed(const struct tuple *t)
 /* Whether a packet answers one that has not left this node. Its sender cannot have received that
  * packet, so the answer is forged. conntrack would call the connection established, and rules that
  * accept established connections would then let pass what they have refused. A plain ACK is enough:
- * conntrack ignores it before a SYN-ACK, but remembers a reply. Nor may the client send anything
- * but SYNs, unless the node itself has answered by a device without programs, nor TCP in fragments:
- * only conntrack would know whether it is a SYN. */
+ * conntrack ignores it before a SYN-ACK, but remembers a reply. */
 static __always_inline bool answers_refused(const struct packet *p)
 {
-	struct event *event;
+	struct event *event = uses_conntrack() ? find_unconfirmed(&p->tuple) : NULL;
 
-	if (!uses_conntrack())
-		return false;
-	event = find_unconfirmed(&p->tuple);
-	if (!event)
-		return false;
-	if (same_target(&p->tuple.to, &event->frontend))
-		return p->protocol == IPPROTO_TCP &&
-		       (p->fragment != WHOLE ||
-			(!(p->tcp_flags & TCP_SYN) && !is_nodes_own(&event->backend.address)));
-	return !same_target(&p->tuple.to, &event->backend);
+	return event && !same_target(&p->tuple.to, &event->frontend) &&
+	       !same_target(&p->tuple.to, &event->backend);
 }
 
 /* Whether this is a backend's answer to what has not left. An error about it may have been just
@@ -370,17 +357,28 @@ static __always_inline void confirm(struct __sk_buff *skb, struct scratch *s, co
 		    same_target(server, &event->frontend));
 }
 
-/* Whether a packet of no flow of ours that leaves by a device is the first one of a flow: a
- * client's to the backend, or an answer that the node itself has sent. */
-static __always_inline bool leaves_first(struct __sk_buff *skb, const struct packet *p)
+/* The entry that conntrack found for a packet before the rules judged it, and NFCT_INFO, which says
+ * what it was for them. 0: none. At run time, the context is the kernel's struct sk_buff. */
+static __always_inline u64 read_nfct(struct __sk_buff *skb)
 {
-	struct event *event;
+	u64 nfct = 0, offset = offset_of_nfct();
 
-	if ((p->protocol == IPPROTO_TCP && !(p->tcp_flags & TCP_SYN)) || !uses_conntrack())
+	if (offset)
+		probe_read_kernel(&nfct, sizeof(nfct), (void *)skb + offset);
+	return nfct;
+}
+
+/* Whether a client's packet that leaves was part of an established connection for the rules, and
+ * conntrack has removed that connection since: perhaps a forged answer was just ahead of the
+ * packet, and it has waited for its next hop's MAC address until its flow was settled. */
+static __always_inline bool has_lost_entry(struct __sk_buff *skb)
+{
+	u64 nfct = read_nfct(skb), status;
+
+	if (!nfct || (nfct & NFCT_INFO) != IP_CT_ESTABLISHED)
 		return false;
-	event = find_unconfirmed(&p->tuple);
-	return event && ((same_target(&p->tuple.to, &event->backend) && starts_flow(p)) ||
-			 (same_target(&p->tuple.from, &event->frontend) && !skb->ingress_ifindex));
+	status = read_u64(nfct + offset_of_status());
+	return (status & IPS_DYING) && (status & IPS_DST_NAT);
 }
 
 /* Takes the oldest flow from the queue. The rules of the host have refused its packet, and its
@@ -424,7 +422,6 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 
 	describe_event(&event, flow, NEW_FLOW);
 	event.time = flow->last_used;
-	event.cgroup = s->begin & BEGIN_AGAIN;
 	seen.port = __builtin_bswap16(port);
 	if (has_snat(flow))
 		seen.address = flow->snat;
@@ -506,29 +503,37 @@ static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s
 							   : finish(TC_ACT_SHOT, INVALID);
 }
 
-/* The first packet of a flow leaves: the rules of the host have let it pass, unless it was taken
- * for one of an established connection, since an answer was just ahead of it. Then the flow begins
- * again with its client's next packet; those that are on their way by then, such as to a backend
- * whose MAC address is not known, have had another entry. */
+/* A packet of a flow of which none has left leaves. A client's is one that the rules of the host
+ * have let pass as the first one of its connection: not one that comes ahead of it, nor of an
+ * established connection, since an answer was just ahead of it. Frames that a macvlan pod sends by
+ * this device, or a bridge passes on, have another entry, or none. */
 static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *s)
 {
-	struct tuple *t = &s->packet.tuple, first;
+	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = s->packet.protocol};
+	struct tuple *t = &s->packet.tuple, first = reversed(t);
 	struct event *event = find_unconfirmed(t);
+	u64 nfct = read_nfct(skb);
+	bool own, answered, is_request;
+	void *ct;
 
-	if (!event)
+	if (!event || !(nfct & ~NFCT_INFO))
 		return TC_ACT_UNSPEC;
-	if (same_target(&t->to, &event->backend)) {
+	is_request = same_target(&t->to, &event->backend);
+	if (is_request) {
 		first.from = event->client;
 		first.to = event->frontend;
-		if (begun_again(event) || is_answered(skb, &first, false))
-			return finish(TC_ACT_SHOT, INVALID);
-	} else {
-		/* Frames of a macvlan pod leave by its uplink, too. */
-		first = reversed(t);
-		if (!is_answered(skb, &first, false))
-			return TC_ACT_UNSPEC;
 	}
-	confirm(skb, s, t, event);
+	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &first, s->packet.v6, &opts);
+	own = ct == (void *)(nfct & ~NFCT_INFO);
+	answered = ct && (*(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY);
+	if (ct)
+		bpf_ct_release(ct);
+	if (is_request &&
+	    (!own || answered || (nfct & NFCT_INFO) != IP_CT_NEW || !starts_flow(&s->packet)))
+		return finish(TC_ACT_SHOT, INVALID);
+	/* Only the node itself can have answered for itself; others may have forged an answer. */
+	if (own && (is_request || is_nodes_own(&event->backend.address)))
+		confirm(skb, s, t, event);
 	return TC_ACT_UNSPEC;
 }
 
@@ -608,7 +613,7 @@ int tc_conntrack(struct __sk_buff *skb)
 				skb->priority = PRIORITY_OF_TRACKED;
 			return TC_ACT_UNSPEC;
 		}
-		s->begin |= BEGIN_STALE | BEGIN_AGAIN;
+		s->begin |= BEGIN_STALE;
 		port = __builtin_bswap16(s->flow.client_port);
 	}
 	if (is_loopback(&s->flow.snat)) /* still ADDRESS_NOT_CHOSEN */

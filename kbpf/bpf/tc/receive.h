@@ -176,7 +176,7 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 		struct tuple tuple = tuple_of_plain(&plain);
 
 		if (!(plain.flags & TCP_SYN) && !may_have_flow(&tuple) &&
-		    !(in && uses_conntrack() && find_unconfirmed(&tuple)))
+		    !(uses_conntrack() && find_unconfirmed(&tuple)))
 			return false;
 		set_plain(skb, p, l2, &plain, &tuple);
 		return true;

@@ -31,7 +31,6 @@ enum begin_flags {
 	BEGIN_LEAVING = 1 << 7, /* nor does it: it may be the first packet of a flow that leaves */
 	BEGIN_CLAIMED = 1 << 6, /* it has a port of the node that conntrack has to confirm */
 	BEGIN_UNSEEN = 1 << 8,  /* no program sees its packets leave: tc_route() */
-	BEGIN_AGAIN = 1 << 9,   /* an answer to it was forged: begins_again() */
 };
 
 /* The runs of the search for a port of the node (tc_claim), and which ports each may take. Between

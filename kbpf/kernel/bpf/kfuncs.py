@@ -2,7 +2,8 @@
 """Functions of conntrack that a program may call (kfuncs), for bpf/tc/conntrack.h.
 
 A call names its function by an id in the BTF of the kernel or of the module that has it, and the
-module by the descriptor of its BTF. The compiled program has placeholders instead.
+module by the descriptor of its BTF. The compiled program has placeholders instead, also for the
+places of what it reads without one.
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import btf, probe
+from kbpf.kernel.bpf import btf, kernel_members, probe
 from kbpf.kernel.bpf.btf import BTF_KIND_FUNC, Btf
 from kbpf.kernel.bpf.syscalls import encode_insns
 from kbpf.kernel.probe_result import Probe
@@ -27,6 +28,8 @@ PLACEHOLDERS: Final = {
 }
 STATUS_PLACEHOLDER: Final = 0x6B620008
 TCP_STATE_PLACEHOLDER: Final = 0x6B620009
+NFCT_PLACEHOLDER: Final = 0x6B62000A
+_PLACES: Final = (STATUS_PLACEHOLDER, TCP_STATE_PLACEHOLDER, NFCT_PLACEHOLDER)
 MODULES: Final = ("nf_conntrack", "nf_nat")
 """The modules that have the functions, unless they are built into the kernel."""
 BPF_PSEUDO_KFUNC_CALL: Final = 2
@@ -42,11 +45,17 @@ class ConntrackCalls(NamedTuple):
     btf_fds: tuple[int, ...]
 
 
+NO_CONNTRACK: Final = ConntrackCalls({probe.encode_call(place): probe.encode_r0(0) for place in _PLACES}, ())
+"""For programs that also run without conntrack."""
+
+
 @contextmanager
 def open_conntrack() -> Iterator[ConntrackCalls]:
     """What replaces the placeholders on this kernel; valid as long as the context. Raises
     KernelError that names what the kernel lacks.
     """
+    if not (read := kernel_members.probe_read()).works:
+        raise KernelError(f"programs may not read the kernel's memory: {read.reason}")
     with ExitStack() as stack:
         kernel = stack.enter_context(Btf.load())
         sources = [kernel]
@@ -60,11 +69,13 @@ def open_conntrack() -> Iterator[ConntrackCalls]:
         replacements = {
             probe.encode_call(number): _encode_kfunc_call(sources, name) for number, name in PLACEHOLDERS.items()
         }
-        status = _find_member(sources, "nf_conn", "status")
-        protocol = _find_member(sources, "nf_conn", "proto")
-        state = _find_member(sources, "ip_ct_tcp", "state")
-        replacements[probe.encode_call(STATUS_PLACEHOLDER)] = probe.encode_r0(status)
-        replacements[probe.encode_call(TCP_STATE_PLACEHOLDER)] = probe.encode_r0(protocol + state)
+        places = {
+            STATUS_PLACEHOLDER: _find_member(sources, "nf_conn", "status"),
+            TCP_STATE_PLACEHOLDER: _find_member(sources, "nf_conn", "proto")
+            + _find_member(sources, "ip_ct_tcp", "state"),
+            NFCT_PLACEHOLDER: _find_member(sources, "sk_buff", "_nfct"),
+        }
+        replacements |= {probe.encode_call(number): probe.encode_r0(place) for number, place in places.items()}
         yield ConntrackCalls(replacements, tuple(btf_fds))
 
 

@@ -23,7 +23,6 @@ from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, TAIL_CALL_MAP
 from kbpf.dataplane.bpf.programs import loader
 from kbpf.dataplane.bpf.programs.artifact import Artifact
 from kbpf.kernel.bpf import kernel_members, kfuncs, objects, syscalls, uapi
-from kbpf.kernel.bpf.kfuncs import ConntrackCalls
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import modules
 
@@ -64,12 +63,13 @@ def verify(artifact: Artifact) -> Iterator[Verified]:
         tails = Map.create(uapi.BPF_MAP_TYPE_PROG_ARRAY, TAIL_CALL_MAP, 4, 4, TAIL_CALL_SLOTS)
         maps[TAIL_CALL_MAP] = own.enter_context(tails)
         for code in artifact.programs:
-            calls = ConntrackCalls({}, ())
-            if code.name in CONNTRACK_PROGRAMS:
+            calls = kfuncs.NO_CONNTRACK
+            if code.name in (*CONNTRACK_PROGRAMS, "tc_egress"):
                 modules.load(kfuncs.MODULES)
-                if not kfuncs.probe_conntrack().works:
+                if kfuncs.probe_conntrack().works:
+                    calls = own.enter_context(kfuncs.open_conntrack())
+                elif code.name in CONNTRACK_PROGRAMS:
                     continue
-                calls = own.enter_context(kfuncs.open_conntrack())
             replacements = calls.replacements
             if tracepoint := tracepoint_of(code.name):
                 if not kernel_members.probe_tracepoint(tracepoint).works:

@@ -12,6 +12,7 @@ import logging
 import shutil
 import struct
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -150,9 +151,9 @@ class PacketPath(ProgramSet):
         return tuple(program.name for program in programs)
 
     def _load_code(self, code: Bytecode, maps: Mapping[str, Map], kind: int, attach_type: int) -> Program:
-        if code.name not in CONNTRACK_PROGRAMS:
+        if code.name not in (*CONNTRACK_PROGRAMS, "tc_egress"):
             return super()._load_code(code, maps, kind, attach_type)
-        with kfuncs.open_conntrack() as calls:
+        with kfuncs.open_conntrack() if self.config.uses_conntrack else nullcontext(kfuncs.NO_CONNTRACK) as calls:
             insns = relocate(code, maps, self._missing_helpers, calls.replacements)
             return Program.load(code.name, kind, attach_type, insns, calls.btf_fds)
 
