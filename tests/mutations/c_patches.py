@@ -321,7 +321,7 @@ forged answers pass behind two priority tags
 - !(inner & __builtin_bswap16(VLAN_VID_MASK)) && uses_conntrack();
 + false;
 forged ACKs pass
-- !(in && uses_conntrack() && find_unconfirmed(&tuple)))
+- !(uses_conntrack() && find_unconfirmed(&tuple)))
 + true)
 # tc.c FLOWS
 frames that are not to this machine are translated
@@ -480,17 +480,14 @@ the beginning of a divided SYN passes
 + false &&
 # tc/conntrack.h CONNTRACK
 forged answers pass
-- return !same_target(&p->tuple.to, &event->backend);
-+ return false;
+- return event && !same_target(&p->tuple.to, &event->frontend) &&
++ return false &&
 forged answers that were not seen count
 - !begins_again(skb, s)
 + true
-a SYN in fragments passes
-- (p->fragment != WHOLE ||
-+ (false ||
-a refused client's segments pass
-- (!(p->tcp_flags & TCP_SYN) &&
-+ (false &&
+a refused client's segments leave
+-  || !starts_flow(&s->packet)))
++ ))
 keys of a refused flow stay
 - if (twin && twin->time == event->time) /* not of a later flow */
 + if (false)
@@ -498,7 +495,8 @@ what the node has answered unseen begins again
 - if (is_nodes_own(&event->backend.address)) {
 + if (false) {
 open connections to the node end if their answers leave unseen
-- if (is_nodes_own(&event->backend.address) && is_answered(skb, &tuple, false))
+- if (is_nodes_own(&event->backend.address) &&
+- 	    (status_of(skb, &tuple, false) & IPS_SEEN_REPLY))
 + if (false)
 two flows have one key
 - && is_served(&s->flow.backend));
@@ -510,14 +508,28 @@ flows that leave unseen are refused
 - unseen = (s->begin & BEGIN_UNSEEN) ||
 + unseen = false ||
 an answer just ahead of the first packet counts
-- || is_answered(skb, &first, false))
-+ || false)
+- (answered || (nfct & NFCT_INFO) != IP_CT_NEW ||
++ (
 a frame that has met no rules confirms a flow
-- if (!is_answered(skb, &first, false))
-+ if (false)
-a packet of an earlier entry leaves
-- if (begun_again(event) ||
-+ if (false ||
+- if (!event || !(nfct & ~NFCT_INFO))
+- 		return TC_ACT_UNSPEC;
++ if (!event)
++ 		return TC_ACT_UNSPEC;
++ 	nfct = 0;
+a forged answer that leaves confirms a flow
+- (answered && is_nodes_own(&event->backend.address))
++ answered
+a firewall's own RST confirms the flow that it refuses
+- (answered && is_nodes_own(&event->backend.address))
++ is_nodes_own(&event->backend.address)
+another connection of the node has the keys of an earlier flow
+- 	if (!own)
+- 		return TC_ACT_UNSPEC;
++ 	if (!own)
++ 		return TC_ACT_SHOT;
+what has lost its entry leaves
+- return (status & IPS_DYING) && (status & IPS_DST_NAT);
++ return false;
 refused flows stay
 - if (expire)
 + if (false)

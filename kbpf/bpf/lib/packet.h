@@ -349,10 +349,11 @@ static __always_inline bool is_extension(u8 kind)
 	       kind == IPPROTO_AH || kind == IPPROTO_DSTOPTS;
 }
 
-/* Whether the ports are behind more extension headers than are parsed. */
+/* Whether the ports are behind more extension headers than are parsed or, in a quoted IPv4 packet,
+ * behind a length that is too small, which nf_conntrack does not check. */
 static __always_inline bool has_hidden_ports(const struct packet *p)
 {
-	return p->v6 && p->fragment != LATER && is_extension(p->protocol);
+	return p->v6 ? p->fragment != LATER && is_extension(p->protocol) : !p->l4;
 }
 
 static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)

@@ -293,27 +293,28 @@ static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct
 	return go(skb, TAIL_UNCONFIRMED);
 }
 
-/* Whether conntrack has seen an answer to this client. `expire`: its entry goes. */
-static __always_inline bool is_answered(struct __sk_buff *skb, const struct tuple *t, bool expire)
+/* The status of the entry of a client's packets; 0: there is none. `expire`: it goes. */
+static __always_inline u32 status_of(struct __sk_buff *skb, const struct tuple *t, bool expire)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t->to.protocol};
-	bool answered, v6 = !is_v4(&t->to.address);
+	bool v6 = !is_v4(&t->to.address);
 	void *ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, t, v6, &opts);
+	u32 status;
 
 	if (!ct)
-		return false;
-	answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
+		return 0;
+	status = *(volatile u32 *)(ct + offset_of_status());
 	if (expire)
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
-	return answered;
+	return status;
 }
 
 /* Removes the entry of a flow of this client. */
 static __always_inline void expire_entry(struct __sk_buff *skb, const struct tuple *t)
 {
-	is_answered(skb, t, true);
-	is_answered(skb, t, true); /* this look-up deletes it */
+	status_of(skb, t, true);
+	status_of(skb, t, true); /* this look-up deletes it */
 }
 
 /* Removes both keys of the flow that has this one. If it is the flow's first key, and a second one
@@ -341,7 +342,7 @@ static __always_inline void forget_flow(struct __sk_buff *skb, struct flow_key *
 	*key = flow_key_of(client, server);
 	unconfirmed.delete(key);
 	if (is_first != first)
-		is_answered(skb, &tuple, true);
+		status_of(skb, &tuple, true);
 }
 
 /* The rules of the host have let a packet of this flow pass, which `t` identifies. */
@@ -398,7 +399,8 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 		return;
 	tuple.from = event->client;
 	tuple.to = event->frontend;
-	if (is_nodes_own(&event->backend.address) && is_answered(skb, &tuple, false))
+	if (is_nodes_own(&event->backend.address) &&
+	    (status_of(skb, &tuple, false) & IPS_SEEN_REPLY))
 		confirm_flow(event);
 	else
 		expire_entry(skb, &tuple);
@@ -477,17 +479,29 @@ static __always_inline bool begins_again(struct __sk_buff *skb, struct scratch *
 	return true;
 }
 
+/* The tuple of the client's packets to the frontend, given a packet of a flow in `unconfirmed`. */
+static __always_inline struct tuple first_of(const struct tuple *t, const struct event *event)
+{
+	struct tuple first = same_target(&t->from, &event->frontend) ? reversed(t) : *t;
+
+	if (!same_target(&first.to, &event->frontend)) {
+		first.from = event->client;
+		first.to = event->frontend;
+	}
+	return first;
+}
+
 /* An answer to a flow that has not left, or an error about it. IPsec has decrypted it if the flow
- * has left encrypted. An error may be about a flow that leaves unseen, which has been answered. */
+ * has left encrypted. An error may be about a flow that leaves unseen, which has been answered.
+ * Without an entry there is nothing that a forged answer could change: its keys are left of a flow
+ * that has ended, and another connection may have its ends. */
 static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s)
 {
-	struct tuple tuple = s->packet.tuple;
-	bool is_error = !tuple.from.protocol;
-	struct event *event;
+	bool is_error = !s->packet.tuple.from.protocol;
+	struct tuple tuple = is_error ? reversed(&s->inner.tuple) : s->packet.tuple, first;
+	struct event *event = find_unconfirmed(&tuple);
+	u32 status;
 
-	if (is_error)
-		tuple = reversed(&s->inner.tuple);
-	event = find_unconfirmed(&tuple);
 	if (!event)
 		return TC_ACT_UNSPEC;
 	if (is_decrypted(skb)) {
@@ -495,44 +509,41 @@ static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s
 			confirm(skb, s, &tuple, event);
 		return TC_ACT_UNSPEC;
 	}
-	if (!same_target(&tuple.to, &event->frontend)) {
-		tuple.from = event->client;
-		tuple.to = event->frontend;
-	}
-	return is_error && is_answered(skb, &tuple, false) ? TC_ACT_UNSPEC
-							   : finish(TC_ACT_SHOT, INVALID);
+	first = first_of(&tuple, event);
+	status = status_of(skb, &first, false);
+	return !status || (is_error && (status & IPS_SEEN_REPLY)) ? TC_ACT_UNSPEC
+								  : finish(TC_ACT_SHOT, INVALID);
 }
 
-/* A packet of a flow of which none has left leaves. A client's is one that the rules of the host
- * have let pass as the first one of its connection: not one that comes ahead of it, nor of an
- * established connection, since an answer was just ahead of it. Frames that a macvlan pod sends by
- * this device, or a bridge passes on, have another entry, or none. */
+/* A packet with the ends of a flow of which none has left leaves. The client's has to be the first
+ * one of its connection for the rules of the host: not one that comes ahead of it, nor of an
+ * established connection, since an answer was just ahead of it. One of the node itself counts if it
+ * answers; others may have forged theirs. Packets with another entry, or none, are those of another
+ * connection: of a socket of the node, a macvlan pod above this device, a bridge. */
 static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *s)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = s->packet.protocol};
-	struct tuple *t = &s->packet.tuple, first = reversed(t);
+	struct tuple *t = &s->packet.tuple, first;
 	struct event *event = find_unconfirmed(t);
-	u64 nfct = read_nfct(skb);
 	bool own, answered, is_request;
+	u64 nfct = read_nfct(skb);
 	void *ct;
 
 	if (!event || !(nfct & ~NFCT_INFO))
 		return TC_ACT_UNSPEC;
 	is_request = same_target(&t->to, &event->backend);
-	if (is_request) {
-		first.from = event->client;
-		first.to = event->frontend;
-	}
+	first = first_of(t, event);
 	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &first, s->packet.v6, &opts);
+	if (!ct)
+		return TC_ACT_UNSPEC; /* as in judge_unseen() */
 	own = ct == (void *)(nfct & ~NFCT_INFO);
-	answered = ct && (*(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY);
-	if (ct)
-		bpf_ct_release(ct);
-	if (is_request &&
-	    (!own || answered || (nfct & NFCT_INFO) != IP_CT_NEW || !starts_flow(&s->packet)))
+	answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
+	bpf_ct_release(ct);
+	if (!own)
+		return TC_ACT_UNSPEC;
+	if (is_request && (answered || (nfct & NFCT_INFO) != IP_CT_NEW || !starts_flow(&s->packet)))
 		return finish(TC_ACT_SHOT, INVALID);
-	/* Only the node itself can have answered for itself; others may have forged an answer. */
-	if (own && (is_request || is_nodes_own(&event->backend.address)))
+	if (is_request || (answered && is_nodes_own(&event->backend.address)))
 		confirm(skb, s, t, event);
 	return TC_ACT_UNSPEC;
 }

@@ -159,7 +159,7 @@ REFUSALS = {
 CLIENTS = UNCONFIRMED_FLOWS + 2048
 
 
-def _send_from_each_port(first: int, to: tuple[str, int]) -> None:
+def send_from_each_port(first: int, to: tuple[str, int]) -> None:
     for port in range(first, first + CLIENTS):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
             client.bind(("", port))
@@ -177,7 +177,7 @@ def test_refused_packets_fill_no_table_and_are_no_connections(field: Field, pod:
         reasons, counts = field.agent.reasons(), opened(field)
         # other ports, since late replies to the clients without a rule would be replies to these
         first = 20_000 if dropping else 40_000
-        there(field["outside"], partial(_send_from_each_port, first, split(to)))
+        there(field["outside"], partial(send_from_each_port, first, split(to)))
         counted = field.agent.reasons()[Reason.NEW_FLOW] - reasons[Reason.NEW_FLOW]
         assert counted == opened(field) - counts == (0 if dropping else CLIENTS)
         # each CPU may take a place at the same time
@@ -250,6 +250,13 @@ def _error_in_fragments(mtu: int, e: Ends) -> list[bytes]:
     return packets.fragments(packets.icmp_error("port unreachable", e.pod, quoted, df=False), mtu)
 
 
+def _error_about_short_header(e: Ends) -> list[bytes]:
+    """The quoted header seems to have one word, so that its id and its fragment field are the ports for conntrack."""
+    (server, source), (client, port) = split(e.frontend), split(e.client)
+    fields = 0x41, 0, 600, source, port, 64, socket.IPPROTO_UDP, 0, packets.address(server), packets.address(client)
+    return [packets.icmp(client, server, 3, 3, 0, struct.pack("!BBHHHBBH4s4s", *fields) + bytes(8))]
+
+
 def _error_of_client(build: Callable[..., bytes], e: Ends) -> list[bytes]:
     """About an answer that it never got."""
     return [packets.icmp_error("host unreachable", split(e.client)[0], build(e.frontend, e.client))]
@@ -297,6 +304,7 @@ FORGERIES = {
     "an ICMPv6 error in fragments": Forgery(partial(_error_in_fragments, 56), v6=(True,)),
     "an ICMP error of the client": Forgery(partial(_error_of_client, packets.udp)),
     "an ICMP error of the client, TCP": Forgery(partial(_error_of_client, packets.tcp), number=11),
+    "an ICMP error of the client about a short header": Forgery(_error_about_short_header, v6=(False,)),
     "an ICMPv6 message of no known type": Forgery(
         lambda e: [
             packets.icmp(e.pod, split(e.masqueraded)[0], 100, 0, 0, packets.udp(e.masqueraded, e.backend, b"x"))
@@ -327,7 +335,8 @@ FORGED = [
     for name, forgery in FORGERIES.items()
     for v6 in forgery.v6
 ]
-FORGED_PORT = 43_000
+FORGED_PORT = 0xA000
+"""A value of the fragment field, too: _error_about_short_header()."""
 GUARD = f"""
 chain c {{ type filter hook forward priority 0; ct state established,related counter accept
 ct status dnat counter drop
@@ -522,7 +531,7 @@ def test_no_key_of_a_refused_flow_stays(field: Field):
         answered.ask()
         _see_answer(field, answered.ends, "tcp", "--state", "ESTABLISHED")
         for kind in ("NodePort", "VIP"):
-            there(field["outside"], partial(_send_from_each_port, 40_000, split(at(kind, 21))))
+            there(field["outside"], partial(send_from_each_port, 40_000, split(at(kind, 21))))
             until("the entries are gone", lambda kind=kind: not entries(field, at(kind, 21)), 5)
         assert not entries(field, answered.ends.frontend)
     assert len(field.agent.entries("unconfirmed")) <= 2 * (UNCONFIRMED_FLOWS + (os.cpu_count() or 1))
@@ -582,13 +591,35 @@ def test_a_flow_that_the_node_answers_by_a_device_without_programs(unseen: Field
         until("it is answered", answered)
         if others:
             with nft_table(node, "inet guard", UDP_REFUSED):
-                there(outside, partial(_send_from_each_port, 40_000, (NODES4[0], 30_026)))
+                there(outside, partial(send_from_each_port, 40_000, (NODES4[0], 30_026)))
         else:
             there(outside, send)
         until("it counts", lambda: unseen.agent.reasons()[Reason.NEW_FLOW] - before == 1)
         assert len(answered()) == 1
     finally:
         ip(f"route del {client} dev p1", netns=node.netns)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(11, socket.SOCK_STREAM), (21, socket.SOCK_DGRAM)])
+@both_families
+def test_keys_of_a_flow_that_has_ended_refuse_nothing(field: Field, number: int, kind: socket.SocketKind, v6: bool):
+    """A connection of the node's own to the pod has its ends now."""
+    node = field.lab.nodes[0]
+    with refusing(field, number, v6) as refused:
+        there(node, flush_conntrack)
+        with connected(node, FORGED_PORT, refused.ends.backend, kind) as client:
+            assert exchange(client) == "a1"
+
+
+@both_families
+def test_what_the_node_rejects_counts_as_no_connection(field: Field, v6: bool):
+    """The firewall's own RST leaves with the entry of the flow."""
+    rule = f"chain i {{ type filter hook input priority 0; tcp dport {HOST_PORT} reject with tcp reset; }}"
+    with nft_table(field.lab.nodes[0], "inet guard", rule):
+        before = field.agent.reasons()[Reason.NEW_FLOW]
+        with pytest.raises(ConnectionRefusedError):
+            connected(field["outside"], FORGED_PORT, at("NodePort", 16, v6))
+        assert field.agent.reasons()[Reason.NEW_FLOW] == before
 
 
 @pytest.mark.parametrize(("chained", "number"), [(18, 11), (28, 21)])

@@ -36,6 +36,7 @@ from tests.support.cluster.cluster import UNROUTED
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import (
     BULK,
+    WITH_CONNTRACK,
     at,
     both_families,
     check,
@@ -52,6 +53,7 @@ from tests.support.packets.parse import Packet, checksums
 from tests.support.packets.wire import Wire
 
 FIREWALLD = (golden.FOLDER / "firewalls/firewalld-1.3.3-uplinks.nft").read_text()
+IPV6_MTU = 24
 WITH_NODE_SOCKETS = ("routers", "answers", "tun", "vxlan")
 """The networks in which sockets of the node are tried."""
 SERVICES = f"""
@@ -61,7 +63,10 @@ SERVICES = f"""
 66 -> a1 target={BULK}
 67 -> a1 b1 external=Local
 """
-NETS = [*(("stack", kind) for kind in WAYS), *(("direct", kind) for kind in ("routed", "answers"))]
+NETS = [
+    *((how, kind) for how in WITH_CONNTRACK if how != "direct" for kind in WAYS),
+    *(("direct", kind) for kind in ("routed", "answers")),
+]
 """With `direct`, packets of a local backend bypass the stack, too, whatever the pod network is."""
 
 
@@ -227,6 +232,21 @@ def test_a_large_datagram_gets_an_icmp_error_with_the_path_mtu(
         assert host_of(arrived.source) == own
         assert checksums(arrived) == []
     forget(client)
+
+
+@both_families
+@pytest.mark.parametrize(("number", "name"), [(62, "b1"), (64, "a1")])
+def test_a_flow_may_begin_with_fragments(net: PodNetwork, number: int, name: str, v6: bool):
+    """The kernel divides them again, into new buffers, if a tunnel's headers find no room in theirs."""
+    with there(
+        net["outside"], lambda: socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_DGRAM)
+    ) as s:
+        s.settimeout(PATIENCE)
+        if v6:
+            s.setsockopt(socket.IPPROTO_IPV6, IPV6_MTU, 1280)
+        s.connect(split(at("NodePort", number, v6)))
+        s.send(bytes(3000))
+        assert json.loads(s.recv(4000))["name"] == name
 
 
 # ---- behind firewalld ----------------------------------------------------------------------------
