@@ -128,10 +128,8 @@ int tc_egress(struct __sk_buff *skb)
 	flags = take_resumed(s); /* as in tc_ingress */
 	if (!device)
 		return TC_ACT_UNSPEC;
-	if (has_lost_entry(skb))
-		return finish(TC_ACT_SHOT, INVALID);
 	if (!flags && !parse_for(skb, device, p, false))
-		return TC_ACT_UNSPEC;
+		return judge_entry(skb);
 	if (!p->tuple.from.protocol) /* an ICMP error, or hidden ports: parse_for() */
 		return go(skb, TAIL_ICMP_OUT);
 	if (!flags)
@@ -150,9 +148,15 @@ int tc_egress(struct __sk_buff *skb)
 		return go(skb, TAIL_REROUTE);
 	if (is_rewrite(result))
 		return finish_rewrite(skb, s, &to, TC_ACT_UNSPEC, p->l3);
-	if (result == EGRESS_UNKNOWN && uses_conntrack() && find_unconfirmed(&p->tuple)) {
-		s->begin = BEGIN_LEAVING;
-		return go(skb, TAIL_UNCONFIRMED);
+	if (result == EGRESS_UNKNOWN && uses_conntrack()) {
+		if (skb->priority == PRIORITY_OF_TRACKED)
+			skb->priority = 0; /* IPv4: ip_forward() does so */
+		if (find_unconfirmed(&p->tuple)) {
+			s->begin = BEGIN_LEAVING;
+			return go(skb, TAIL_UNCONFIRMED);
+		}
+		if (judge_entry(skb) == TC_ACT_SHOT)
+			return TC_ACT_SHOT;
 	}
 	/* What follows is for packets of the node's own sockets, which arrived on no device. */
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)

@@ -485,9 +485,6 @@ forged answers pass
 forged answers that were not seen count
 - !begins_again(skb, s)
 + true
-a refused client's segments leave
--  || !starts_flow(&s->packet)))
-+ ))
 keys of a refused flow stay
 - if (twin && twin->time == event->time) /* not of a later flow */
 + if (false)
@@ -508,14 +505,14 @@ flows that leave unseen are refused
 - unseen = (s->begin & BEGIN_UNSEEN) ||
 + unseen = false ||
 an answer just ahead of the first packet counts
-- (answered || (nfct & NFCT_INFO) != IP_CT_NEW ||
-+ (
+- own ? answered || (nfct & NFCT_INFO) != IP_CT_NEW : !nfct
++ !own && !nfct
 a frame that has met no rules confirms a flow
-- if (!event || !(nfct & ~NFCT_INFO))
-- 		return TC_ACT_UNSPEC;
-+ if (!event)
-+ 		return TC_ACT_UNSPEC;
-+ 	nfct = 0;
+- own = ct == (void *)(nfct & ~NFCT_INFO);
++ own = true;
+what has passed the rules by a flowtable leaves
+- IP_CT_NEW : !nfct
++ IP_CT_NEW : false
 a forged answer that leaves confirms a flow
 - (answered && is_nodes_own(&event->backend.address))
 + answered
@@ -524,12 +521,12 @@ a firewall's own RST confirms the flow that it refuses
 + is_nodes_own(&event->backend.address)
 another connection of the node has the keys of an earlier flow
 - 	if (!own)
-- 		return TC_ACT_UNSPEC;
+- 		return judge_entry(skb);
 + 	if (!own)
 + 		return TC_ACT_SHOT;
 what has lost its entry leaves
-- return (status & IPS_DYING) && (status & IPS_DST_NAT);
-+ return false;
+- return (status & IPS_DYING) && (status & IPS_DST_NAT) ?
++ return false ?
 refused flows stay
 - if (expire)
 + if (false)

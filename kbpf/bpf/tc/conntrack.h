@@ -342,7 +342,7 @@ static __always_inline void forget_flow(struct __sk_buff *skb, struct flow_key *
 	*key = flow_key_of(client, server);
 	unconfirmed.delete(key);
 	if (is_first != first)
-		status_of(skb, &tuple, true);
+		expire_entry(skb, &tuple);
 }
 
 /* The rules of the host have let a packet of this flow pass, which `t` identifies. */
@@ -369,17 +369,19 @@ static __always_inline u64 read_nfct(struct __sk_buff *skb)
 	return nfct;
 }
 
-/* Whether a client's packet that leaves was part of an established connection for the rules, and
- * conntrack has removed that connection since: perhaps a forged answer was just ahead of the
- * packet, and it has waited for its next hop's MAC address until its flow was settled. */
-static __always_inline bool has_lost_entry(struct __sk_buff *skb)
+/* Drops a client's packet that leaves if it was part of an established connection for the rules,
+ * and conntrack has removed that connection since: perhaps a forged answer was just ahead of the
+ * packet, and it has waited for its next hop's MAC address until its flow was settled. To be asked
+ * after its key has not been found: an entry goes before its keys. */
+static __always_inline int judge_entry(struct __sk_buff *skb)
 {
 	u64 nfct = read_nfct(skb), status;
 
 	if (!nfct || (nfct & NFCT_INFO) != IP_CT_ESTABLISHED)
-		return false;
+		return TC_ACT_UNSPEC;
 	status = read_u64(nfct + offset_of_status());
-	return (status & IPS_DYING) && (status & IPS_DST_NAT);
+	return (status & IPS_DYING) && (status & IPS_DST_NAT) ? finish(TC_ACT_SHOT, INVALID)
+							      : TC_ACT_UNSPEC;
 }
 
 /* Takes the oldest flow from the queue. The rules of the host have refused its packet, and its
@@ -408,7 +410,9 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 	first = unconfirmed.lookup(&first_key);
 	if (first && first->time == oldest->time)
 		unconfirmed.delete(&first_key);
-	unconfirmed.delete(&oldest->key);
+	event = unconfirmed.lookup(&oldest->key);
+	if (event && event->time == oldest->time) /* no other CPU has begun it again */
+		unconfirmed.delete(&oldest->key);
 }
 
 /* Remembers the flow in the scratch buffer until a packet of it leaves. `port`: the client's, as
@@ -516,10 +520,10 @@ static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s
 }
 
 /* A packet with the ends of a flow of which none has left leaves. The client's has to be the first
- * one of its connection for the rules of the host: not one that comes ahead of it, nor of an
- * established connection, since an answer was just ahead of it. One of the node itself counts if it
- * answers; others may have forged theirs. Packets with another entry, or none, are those of another
- * connection: of a socket of the node, a macvlan pod above this device, a bridge. */
+ * one of its connection for the rules of the host: not one of an established connection, since an
+ * answer was just ahead of it, nor one that a flowtable has brought past them. One of the node
+ * itself counts if it answers; others may have forged theirs. With another entry, or if the flow
+ * has none any more, it is of another connection: a socket of the node may have these ends now. */
 static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *s)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = s->packet.protocol};
@@ -529,20 +533,20 @@ static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *
 	u64 nfct = read_nfct(skb);
 	void *ct;
 
-	if (!event || !(nfct & ~NFCT_INFO))
-		return TC_ACT_UNSPEC;
+	if (!event)
+		return judge_entry(skb);
 	is_request = same_target(&t->to, &event->backend);
 	first = first_of(t, event);
 	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &first, s->packet.v6, &opts);
 	if (!ct)
-		return TC_ACT_UNSPEC; /* as in judge_unseen() */
+		return judge_entry(skb);
 	own = ct == (void *)(nfct & ~NFCT_INFO);
 	answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
 	bpf_ct_release(ct);
-	if (!own)
-		return TC_ACT_UNSPEC;
-	if (is_request && (answered || (nfct & NFCT_INFO) != IP_CT_NEW || !starts_flow(&s->packet)))
+	if (is_request && (own ? answered || (nfct & NFCT_INFO) != IP_CT_NEW : !nfct))
 		return finish(TC_ACT_SHOT, INVALID);
+	if (!own)
+		return judge_entry(skb);
 	if (is_request || (answered && is_nodes_own(&event->backend.address)))
 		confirm(skb, s, t, event);
 	return TC_ACT_UNSPEC;
