@@ -4,6 +4,7 @@ decide whether packets get through. Settings are only read; features are tried w
 effects.
 """
 
+import contextlib
 import errno
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -170,6 +171,12 @@ def _early_rules_row(pin_dir: Path, flags: NodeFlag) -> CheckRow:
     in_conntrack = NodeFlag.NETFILTER in flags
     external_ports = host.read_external_ports(Pins(pin_dir), in_conntrack)
     if in_conntrack and not external_ports:
+        with contextlib.suppress(KernelError):
+            if chains := pre_dnat_rules.find_chains_without_effect():
+                detail = (
+                    f"rules that read bytes, packets or labels of connections never match in {node.join_names(chains)}"
+                )
+                return CheckRow(check, "no", detail, "use rules about addresses and ports, or --forwarding stack")
         detail = "in force: they see packets for NodePorts and VIPs before conntrack translates"
         return CheckRow(check, "yes", detail)
     chains, unreadable = pre_dnat_rules.find_legacy_chains()

@@ -185,6 +185,9 @@ def _parse_expression(attrs: dict[int, bytes]) -> Expression:
         case "fib":
             if _parse_be(data.get(uapi.NFTA_FIB_FLAGS, b"")) & uapi.NFTA_FIB_F_SADDR:
                 name = "fib saddr"
+        case "ct":
+            if _parse_be(data[uapi.NFTA_CT_KEY]) in range(uapi.NFT_CT_LABELS, uapi.NFT_CT_AVGPKT + 1):
+                name = "ct extension"
         case "objref":
             if _parse_be(data.get(uapi.NFTA_OBJREF_IMM_TYPE, b"")) == uapi.NFT_OBJECT_COUNTER:
                 name = "counter"

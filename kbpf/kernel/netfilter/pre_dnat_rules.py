@@ -17,6 +17,10 @@ from kbpf.kernel.netfilter import forward_rules, iptables_legacy, nft
 NF_IP_PRI_NAT_DST: Final = -100
 MAX_RULES: Final = 50_000
 """Of a table. Larger ones are not read."""
+OF_EXTENSIONS: Final = frozenset(("ct extension", "match connbytes", "match connlabel"))
+"""Parts of rules that read bytes, packets or labels of a connection. The kernel keeps them beside
+its entry, for which a program cannot ask (bpf_skb_ct_alloc()).
+"""
 REVERSE_PATH_FILTERS: Final = frozenset(("fib saddr", "match rpfilter"))
 
 
@@ -42,6 +46,21 @@ def find_chains() -> EarlyChains:
         elif _may_refuse(family, table, chain["name"]):
             names.append(name)
     return EarlyChains(tuple(sorted(names)), tuple(sorted(unreadable)))
+
+
+def find_chains_without_effect() -> tuple[str, ...]:
+    """The chains with rules that never match a connection that conntrack translates for the packet
+    path. Raises KernelError like find_chains().
+    """
+    tables = sorted({(chain["family"], chain["table"]) for chain in nft.list_chains()})
+    found = {
+        f"{family} {table} {rule.chain}"
+        for family, table in tables
+        if family in nft.NFPROTO
+        for rule in nft.list_rules(family, table)
+        if any(part.name in OF_EXTENSIONS for part in rule.expressions)
+    }
+    return tuple(sorted(found))
 
 
 def _is_early(chain: dict[str, Any]) -> bool:

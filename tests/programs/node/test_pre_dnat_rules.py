@@ -72,6 +72,27 @@ def test_chains_of_calico_are_named_if_it_has_policies_before_dnat(
     assert (find_legacy if suffix else find)(namespace) == (chains, ())
 
 
+@pytest.mark.parametrize(
+    ("rules", "named"),
+    [
+        (in_table("---ct bytes > 1000 drop"), ("inet t c",)),
+        (in_table("---ct original packets > 9 drop"), ("inet t c",)),
+        (in_table("---ct avgpkt > 9 drop"), ("inet t c",)),
+        (in_table("---ct label 5 accept"), ("inet t c",)),
+        (in_table("---ct state new drop"), ()),
+        (in_table("---ct mark 5 drop"), ()),
+        (in_table("---ct zone 5 drop"), ()),
+        ("FORWARD -m connbytes --connbytes 1:9 --connbytes-dir both --connbytes-mode packets", ("ip filter FORWARD",)),
+        ("INPUT -m connlabel --label 5 -j DROP", ("ip filter INPUT",)),
+    ],
+)
+def test_rules_that_never_match_are_named(namespace: Namespace, rules: str, named: tuple[str, ...]):
+    """With `--forwarding netfilter`."""
+    load(namespace, rules) if "{" in rules else namespace.run(f"iptables-nft -A {rules}")
+    row = namespace.do(lambda: packet_path._early_rules_row(Path("/nowhere"), NodeFlag.NETFILTER))
+    assert (row.result, [name for name in named if name in row.detail]) == ("no" if named else "yes", [*named])
+
+
 def test_large_tables_are_not_read(namespace: Namespace, monkeypatch):
     """A table one rule above the limit is reported and not read, whatever follows it."""
     rules = "\n".join(["tcp dport 22 accept"] * 9)
