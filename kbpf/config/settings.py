@@ -396,7 +396,7 @@ SETTINGS: Final = (
         "mesh_pods",
         kinds.BOOLEAN,
         NODE,
-        "whether Pods whose traffic a service mesh redirects (Istio, Linkerd, Consul) use the "
+        "whether Pods whose traffic a service mesh redirects (Istio, Linkerd, Consul, Kmesh) use the "
         "packet path, so that the mesh sees the Service's address (default true); without "
         "permission to list and watch Pods they are not recognized",
         kbpf="socketLB.meshPods",

@@ -253,6 +253,8 @@ def find_mesh(annotations: wire.PodAnnotations | None) -> str:
         return "Istio ambient"
     if annotations.linkerd:
         return "Linkerd"
+    if annotations.kmesh == "enabled":
+        return "Kmesh"
     return "Consul" if annotations.consul else ""
 
 

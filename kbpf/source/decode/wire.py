@@ -288,6 +288,7 @@ class PodAnnotations(
         "istio_ambient": "ambient.istio.io/redirection",
         "linkerd": "linkerd.io/proxy-version",
         "consul": "consul.hashicorp.com/transparent-proxy-status",
+        "kmesh": "kmesh.net/redirection",
     },
 ):
     """The annotations of service meshes that redirect a Pod's traffic."""
@@ -296,6 +297,7 @@ class PodAnnotations(
     istio_ambient: str | None = None
     linkerd: str | None = None
     consul: str | None = None
+    kmesh: str | None = None
 
 
 class PodMeta(PartialObjectMeta, frozen=True):

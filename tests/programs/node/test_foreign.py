@@ -2,14 +2,18 @@
 """Programs of other load balancers at our hooks are reported while they are attached; ours never
 are.
 
-The foreign programs have two instructions each, and names that Cilium and Calico use.
+The foreign programs have two instructions each, and names that Cilium and Calico use; Kmesh's also directs sockets.
 """
 
 import contextlib
 import os
 import socket
+import struct
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -27,12 +31,13 @@ from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Link, Map, Program, list_attached
 from kbpf.kernel.bpf.tc import ATTACH_TYPE
 from kbpf.kernel.bpf.uapi import BPF_F_BEFORE, BPF_MAP_TYPE_ARRAY, BPF_PROG_TYPE_SCHED_CLS
+from kbpf.model.reasons import Reason
 from tests.programs.packets.tc.net import filter_of_others, idle, insn
 from tests.support.alone import WEB, alone, make_uplink, serve
 from tests.support.features import needs
-from tests.support.lab.lab import run, until
-from tests.support.plane import HOOKS, Site
-from tests.support.table import each_line
+from tests.support.lab.lab import Node, Place, cgroup2, run, until
+from tests.support.plane import HOOKS, Site, desired, services
+from tests.support.table import each_line, table
 
 SOCK_ADDR = 18
 PASS = insn(0xB7, imm=1) + insn(0x95)
@@ -47,13 +52,13 @@ ROWS = [
 
 
 @contextlib.contextmanager
-def theirs(cgroup: Path, hook: str, name: str) -> Iterator[int]:
+def theirs(cgroup: Path, hook: str, name: str, insns: bytes = PASS) -> Iterator[int]:
     """Attaches a program as another load balancer would; yields its id."""
     kind = next(h.attach_type for h in HOOK_TABLE if h.name == hook)
     descriptor = os.open(cgroup, os.O_RDONLY)
     try:
         with (
-            Program.load(name, SOCK_ADDR, kind, PASS) as program,
+            Program.load(name, SOCK_ADDR, kind, insns) as program,
             Link.attach(program, descriptor, kind),
         ):
             yield program.read_info().id
@@ -159,6 +164,107 @@ def test_start_beside_a_program_of_unknown_purpose_is_not_refused(site: Site):
     with theirs(site.cgroup, "connect4", "connect4"):
         plane = serve_sockets(site)
         assert len(reported(plane)) == 1
+
+
+USER_IP4, USER_PORT, PROTOCOL = 4, 24, 36
+"""Offsets in struct bpf_sock_addr."""
+
+
+def sends(dialled: str, to: str) -> bytes:
+    """Instructions that send TCP to `dialled` to another address, as Kmesh's cgroup_connect4_prog does (v1.2.0,
+    bpf/kmesh/workload/cgroup_sock.c).
+    """
+    writes = b"".join(
+        insn(0xB4, 2, 0, value) + insn(0x63, 0x21, offset)  # w2 = value; *(u32 *)(r1 + offset) = r2
+        for offset, value in _sock_addr(to)
+    )
+    tests, left = b"", len(writes) // 8 + len(PASS) // 8
+    for offset, value in reversed([*_sock_addr(dialled), (PROTOCOL, socket.IPPROTO_TCP)]):
+        # r2 = *(u32 *)(r1 + offset); if w2 != value goto the next frontend
+        tests = insn(0x61, 0x12, offset) + insn(0x56, 2, left, value) + tests
+        left += 2
+    return tests + writes + PASS
+
+
+def _sock_addr(text: str) -> list[tuple[int, int]]:
+    host, _, port = text.rpartition(":")
+    (address,) = struct.unpack("=i", socket.inet_aton(host))
+    return [(USER_IP4, address), (USER_PORT, socket.htons(int(port)))]
+
+
+KMESH = """
+10.96.0.1:80 | {two}:8080
+10.96.0.2:80 | 10.96.0.3:15019
+{left}:8080  | 10.96.0.3:15019
+"""
+"""Its frontends: a Service, whose backend it chooses; a Service and a pod with a waypoint, which is a Service."""
+
+
+class Dial(NamedTuple):
+    """`first`, `second`: who answers a pod if Kmesh's program is before ours, or behind it. `left`: who does in both
+    orders if the packet path serves the pod.
+    """
+
+    to: str
+    first: str
+    second: str
+    left: str
+
+
+DIALS = table(
+    Dial,
+    """
+10.96.0.1:80 | two | one | two
+10.96.0.2:80 | way | two | way
+10.96.0.4:80 | two | two | two
+{left}:8080  | way | way | way
+""",
+)
+
+
+def is_left(site: Site, plane: BpfPlane, pod: Place) -> bool:
+    """Whether the packet path serves this pod."""
+    plane.tick(time.monotonic())
+    before = site.reasons()[Reason.LEFT_TO_PACKETS]
+    return "name" in pod.tcp("10.96.0.4", 80) and site.reasons()[Reason.LEFT_TO_PACKETS] > before
+
+
+@pytest.mark.parametrize("order", ["first", "second"])
+def test_kmesh_decides_if_its_program_is_first_or_ours_leaves_the_pod_alone(node: Node, node_site: Site, order: str):
+    """At one cgroup the program that was attached first runs first. Behind ours, Kmesh sees backends instead of
+    Services.
+    """
+    pods = {name: node.pod(f"{name}-{order}") for name in ("one", "two", "way", "pod", "left")}
+    for name in ("one", "two", "way"):
+        pods[name].serve(8080)
+    addresses = {name: pod.ip for name, pod in pods.items()}
+    text = """
+        web     10.96.0.1:80    -> {one}:8080
+        routed  10.96.0.2:80    -> {two}:8080
+        way     10.96.0.3:15019 -> {way}:8080
+        outside 10.96.0.4:80    -> {two}:8080
+    """
+    world = desired(*services(text.format(**addresses), {}), nodes=node.ip)
+    lines = KMESH.format(**addresses).strip().splitlines()
+    program = b"".join(sends(*map(str.strip, line.split("|"))) for line in lines) + PASS
+    exempt = str(pods["left"].cgroup.relative_to(cgroup2()))
+
+    def start() -> BpfPlane:
+        plane = node_site.open(packet_path=True, socket_lb_exempt=(exempt,))
+        node_site.do(lambda: plane.apply(world, None))
+        return plane
+
+    with contextlib.ExitStack() as stack:
+        if order == "second":
+            plane = start()
+        stack.enter_context(theirs(node.cgroup, "connect4", "cgroup_connect4_prog", program))
+        if order == "first":
+            plane = start()
+        until("the packet path serves", partial(is_left, node_site, plane, pods["left"]))
+        for dial in DIALS:
+            host, port = dial.to.format(**addresses).split(":")
+            found = {name: pods[name].tcp(host, int(port)).get("name") for name in ("pod", "left")}
+            assert found == {"pod": f"{getattr(dial, order)}-{order}", "left": f"{dial.left}-{order}"}, dial
 
 
 @contextlib.contextmanager

@@ -114,6 +114,8 @@ linkerd.io/inject                              | enabled
 consul.hashicorp.com/transparent-proxy-status  | enabled                | Consul
 consul.hashicorp.com/transparent-proxy-status  | complete               | Consul
 consul.hashicorp.com/connect-inject-status     | injected
+kmesh.net/redirection                          | enabled                | Kmesh
+kmesh.net/redirection                          | disabled
 """,
 )
 def test_mesh_of_a_pod(annotation, value, mesh):
