@@ -78,8 +78,10 @@ int tc_ingress(struct __sk_buff *skb)
 	flags = take_resumed(s); /* even if the device is gone: it is not for the next packet */
 	if (!device || (!flags && device->bridge && passes_bridge(skb, device)))
 		return TC_ACT_UNSPEC;
-	if (!flags && !parse_for(skb, device, p, true))
+	if (!flags && !parse_for(skb, device, p, true, uses_conntrack()))
 		return has_hidden_packet(skb) ? finish(TC_ACT_SHOT, INVALID) : TC_ACT_UNSPEC;
+	if (!flags && pretends_to_be_node(skb, device, &p->tuple))
+		return finish(TC_ACT_SHOT, INVALID);
 	/* an ICMP error, hidden ports, or a fragment of no known flow: parse_for() */
 	if (!p->tuple.from.protocol)
 		return go(skb, TAIL_ICMP_IN);
@@ -114,12 +116,13 @@ int tc_ingress(struct __sk_buff *skb)
 int tc_egress(struct __sk_buff *skb)
 {
 	struct device *device = device_at(skb->ifindex);
-	bool masqueraded = false;
+	bool judged, masqueraded = false;
 	enum egress_result result;
 	struct scratch *s;
 	struct packet *p;
 	struct tuple to;
 	u32 flags;
+	u64 nfct;
 
 	s = get_scratch();
 	if (!s)
@@ -128,8 +131,10 @@ int tc_egress(struct __sk_buff *skb)
 	flags = take_resumed(s); /* as in tc_ingress */
 	if (!device)
 		return TC_ACT_UNSPEC;
-	if (!flags && !parse_for(skb, device, p, false))
-		return judge_entry(skb);
+	nfct = read_nfct(skb);
+	judged = may_leave_first(skb, nfct);
+	if (!flags && !parse_for(skb, device, p, false, judged))
+		return judge_entry(nfct);
 	if (!p->tuple.from.protocol) /* an ICMP error, or hidden ports: parse_for() */
 		return go(skb, TAIL_ICMP_OUT);
 	if (!flags)
@@ -148,14 +153,14 @@ int tc_egress(struct __sk_buff *skb)
 		return go(skb, TAIL_REROUTE);
 	if (is_rewrite(result))
 		return finish_rewrite(skb, s, &to, TC_ACT_UNSPEC, p->l3);
-	if (result == EGRESS_UNKNOWN && uses_conntrack()) {
+	if (result == EGRESS_UNKNOWN && judged) {
 		if (skb->priority == PRIORITY_OF_TRACKED)
 			skb->priority = 0; /* IPv4: ip_forward() does so */
 		if (find_unconfirmed(&p->tuple)) {
 			s->begin = BEGIN_LEAVING;
 			return go(skb, TAIL_UNCONFIRMED);
 		}
-		if (judge_entry(skb) == TC_ACT_SHOT)
+		if (judge_entry(nfct) == TC_ACT_SHOT)
 			return TC_ACT_SHOT;
 	}
 	/* What follows is for packets of the node's own sockets, which arrived on no device. */

@@ -321,8 +321,12 @@ forged answers pass behind two priority tags
 - !(inner & __builtin_bswap16(VLAN_VID_MASK)) && uses_conntrack();
 + false;
 forged ACKs pass
-- !(uses_conntrack() && find_unconfirmed(&tuple)))
-+ true)
+- (find_unconfirmed(&tuple) || (in &&
++ (false || (in &&
+# tc.c CONNTRACK
+packets in the node's name pass
+- if (!flags && pretends_to_be_node(skb, device, &p->tuple))
++ if (false)
 # tc.c FLOWS
 frames that are not to this machine are translated
 - (skb->pkt_type != PACKET_HOST || has_source_route(skb, p))
@@ -521,11 +525,11 @@ a firewall's own RST confirms the flow that it refuses
 + is_nodes_own(&event->backend.address)
 another connection of the node has the keys of an earlier flow
 - 	if (!own)
-- 		return judge_entry(skb);
+- 		return judge_entry(nfct);
 + 	if (!own)
 + 		return TC_ACT_SHOT;
 what has lost its entry leaves
-- return (status & IPS_DYING) && (status & IPS_DST_NAT) ?
+- return left <= 0 ?
 + return false ?
 refused flows stay
 - if (expire)

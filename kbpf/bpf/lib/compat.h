@@ -87,6 +87,12 @@ static __always_inline u64 read_u64(u64 address)
 	return value;
 }
 
+/* Linux v5.6, 5576b991e9c1. */
+static __always_inline u64 jiffies64(void)
+{
+	return ((u64(*)(void))118)();
+}
+
 /* Linux v5.8, 457f44363a88: copies a record into a ring buffer; an error if it is full. */
 static __always_inline long ringbuf_output(void *ring, void *data, u64 size)
 {

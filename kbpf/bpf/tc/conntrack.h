@@ -19,8 +19,8 @@
  * flow is unconfirmed until its first packet leaves by a device, and counted then. Meanwhile
  * answers to it are dropped, since nobody can have received what they answer, and each packet of
  * its client is judged as the first one: if conntrack has seen an answer that these programs have
- * not, the entry is written anew. What the node itself receives leaves by no device; a rule hides
- * from conntrack what others send in its name (nat_table.py), so nobody else can answer. For a new
+ * not, the entry is written anew. What the node itself receives leaves by no device; what others
+ * send in its name is dropped (pretends_to_be_node()), so nobody else can answer. For a new
  * flow that does not fit into `unconfirmed_queue`, the oldest one is judged. A token bucket would
  * not do: whoever sends what the rules refuse would take all the tokens. */
 #pragma once
@@ -37,9 +37,9 @@
 #define IP_CT_DIR_REPLY 1
 #define IP_CT_ESTABLISHED 0
 #define IP_CT_NEW 2
+#define IP_CT_ESTABLISHED_REPLY 3
 #define IPS_SEEN_REPLY (1 << 1)
 #define IPS_DST_NAT (1 << 5)
-#define IPS_DYING (1 << 9)
 #define NFCT_INFO 7 /* of skb->_nfct: enum ip_conntrack_info; the rest is the entry's address */
 #define TCP_CONNTRACK_TIME_WAIT 7
 #define TCP_CONNTRACK_CLOSE 8
@@ -94,11 +94,12 @@ struct ct_tuple6 {
 #define bpf_ct_insert_entry ((void *(*)(void *))0x6b620005)
 #define bpf_ct_release ((void (*)(void *))0x6b620006)
 #define bpf_ct_set_nat_info ((int (*)(void *, struct address *, int, int))0x6b620007)
-/* Offsets in this kernel's struct nf_conn and struct sk_buff, in bytes. The last one is 0 if the
- * agent does not use conntrack. */
+/* Offsets in this kernel's struct nf_conn and struct sk_buff, in bytes. All are 0 if the agent does
+ * not use conntrack. */
 #define offset_of_status() (((u64(*)(void))0x6b620008)())
 #define offset_of_tcp_state() (((u64(*)(void))0x6b620009)())
 #define offset_of_nfct() (((u64(*)(void))0x6b62000a)())
+#define offset_of_timeout() (((u64(*)(void))0x6b62000b)())
 
 /* Calls one of the first two functions for packets from `t->from` to `t->to`. */
 #define CALL_FOR_TUPLE(function, skb, t, v6, opts)                                                 \
@@ -342,7 +343,7 @@ static __always_inline void forget_flow(struct __sk_buff *skb, struct flow_key *
 	*key = flow_key_of(client, server);
 	unconfirmed.delete(key);
 	if (is_first != first)
-		expire_entry(skb, &tuple);
+		status_of(skb, &tuple, true);
 }
 
 /* The rules of the host have let a packet of this flow pass, which `t` identifies. */
@@ -369,19 +370,26 @@ static __always_inline u64 read_nfct(struct __sk_buff *skb)
 	return nfct;
 }
 
-/* Drops a client's packet that leaves if it was part of an established connection for the rules,
- * and conntrack has removed that connection since: perhaps a forged answer was just ahead of the
- * packet, and it has waited for its next hop's MAC address until its flow was settled. To be asked
- * after its key has not been found: an entry goes before its keys. */
-static __always_inline int judge_entry(struct __sk_buff *skb)
+/* Whether judge_leaving() may have to judge what leaves: not a forwarded answer. A buffer into
+ * which the kernel has divided a datagram again may name no device. */
+static __always_inline bool may_leave_first(struct __sk_buff *skb, u64 nfct)
 {
-	u64 nfct = read_nfct(skb), status;
+	return uses_conntrack() &&
+	       (!skb->ingress_ifindex || (nfct & NFCT_INFO) != IP_CT_ESTABLISHED_REPLY);
+}
+
+/* Drops a client's packet that leaves if it was part of an established connection for the rules,
+ * and these programs have ended that connection since: perhaps a forged answer was just ahead of
+ * the packet, and it has waited for its next hop's MAC address until its flow was settled. To be
+ * asked after its key has not been found: an entry expires before its keys go. */
+static __always_inline int judge_entry(u64 nfct)
+{
+	s32 left;
 
 	if (!nfct || (nfct & NFCT_INFO) != IP_CT_ESTABLISHED)
 		return TC_ACT_UNSPEC;
-	status = read_u64(nfct + offset_of_status());
-	return (status & IPS_DYING) && (status & IPS_DST_NAT) ? finish(TC_ACT_SHOT, INVALID)
-							      : TC_ACT_UNSPEC;
+	left = (u32)read_u64(nfct + offset_of_timeout()) - (u32)jiffies64(); /* nf_ct_expires() */
+	return left <= 0 ? finish(TC_ACT_SHOT, INVALID) : TC_ACT_UNSPEC;
 }
 
 /* Takes the oldest flow from the queue. The rules of the host have refused its packet, and its
@@ -534,19 +542,19 @@ static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *
 	void *ct;
 
 	if (!event)
-		return judge_entry(skb);
+		return judge_entry(nfct);
 	is_request = same_target(&t->to, &event->backend);
 	first = first_of(t, event);
 	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &first, s->packet.v6, &opts);
 	if (!ct)
-		return judge_entry(skb);
+		return judge_entry(nfct);
 	own = ct == (void *)(nfct & ~NFCT_INFO);
 	answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
 	bpf_ct_release(ct);
 	if (is_request && (own ? answered || (nfct & NFCT_INFO) != IP_CT_NEW : !nfct))
 		return finish(TC_ACT_SHOT, INVALID);
 	if (!own)
-		return judge_entry(skb);
+		return judge_entry(nfct);
 	if (is_request || (answered && is_nodes_own(&event->backend.address)))
 		confirm(skb, s, t, event);
 	return TC_ACT_UNSPEC;

@@ -14,7 +14,8 @@
 #define ETH_P_8021Q 0x8100
 #define ETH_P_8021AD 0x88a8
 #define VLAN_VID_MASK 0x0fff
-#define INNER_TAG 14 /* offset: the outer tag is in the skb's metadata */
+#define INNER_TAG 14       /* offset: the outer tag is in the skb's metadata */
+#define LINK_LOCAL4 0xfea9 /* 169.254, as the lower half of an address in network byte order */
 #define PACKET_HOST 0
 #define PACKET_OTHERHOST 3
 #define PACKET_LOOPBACK 5 /* the node's own multicast, without a link-layer header */
@@ -133,6 +134,20 @@ static __always_inline bool has_hidden_packet(struct __sk_buff *skb)
 	       !(inner & __builtin_bswap16(VLAN_VID_MASK)) && uses_conntrack();
 }
 
+/* Whether a packet arrives in the name of the node, and conntrack could take it for an answer of
+ * the node to a packet behind it in the same batch, which no program has seen yet. Others may have
+ * the node's link-local addresses, its own multicast may come back, and what a bridge passes on may
+ * be the node's. */
+static __always_inline bool pretends_to_be_node(struct __sk_buff *skb, const struct device *device,
+						const struct tuple *t)
+{
+	const struct address *from = &t->from.address;
+
+	return uses_conntrack() && is_nodes_own(from) && !is_martian(&t->to.address) &&
+	       !(is_v4(from) ? (from->word[3] & 0xffff) == LINK_LOCAL4 : is_link_local(from)) &&
+	       (skb->pkt_type != PACKET_OTHERHOST || device->role == ROLE_POD);
+}
+
 /* Leaves a packet at a port to the bridge's program. */
 static __always_inline int leave_to_bridge(struct __sk_buff *skb)
 {
@@ -160,11 +175,12 @@ static __always_inline u32 offset_in_tunnel(struct __sk_buff *skb)
 	return length ? skb->len - __builtin_bswap16(length) - (v6 ? 40 : 0) : 0;
 }
 
-/* Parses a packet into the scratch buffer. False: it passes. `in`: at ingress. Of packets without
- * ports (the protocol in their tuple is 0), it returns true only for ICMP errors, those that hide
- * their ports and, at ingress, fragments that are no flow's. */
+/* Parses a packet into the scratch buffer. False: it passes. `in`: at ingress. `judged`: it may be
+ * of a flow in `unconfirmed`. Of packets without ports (the protocol in their tuple is 0), it
+ * returns true only for ICMP errors, those that hide their ports and, at ingress, fragments that
+ * are no flow's. */
 static __always_inline bool parse_for(struct __sk_buff *skb, const struct device *device,
-				      struct packet *p, bool in)
+				      struct packet *p, bool in, bool judged)
 {
 	const struct device *sender = device;
 	u32 ifindex = skb->ifindex, l2 = device->l2;
@@ -176,7 +192,8 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 		struct tuple tuple = tuple_of_plain(&plain);
 
 		if (!(plain.flags & TCP_SYN) && !may_have_flow(&tuple) &&
-		    !(uses_conntrack() && find_unconfirmed(&tuple)))
+		    !(judged &&
+		      (find_unconfirmed(&tuple) || (in && is_nodes_own(&tuple.from.address)))))
 			return false;
 		set_plain(skb, p, l2, &plain, &tuple);
 		return true;

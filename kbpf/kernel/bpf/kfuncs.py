@@ -29,7 +29,8 @@ PLACEHOLDERS: Final = {
 STATUS_PLACEHOLDER: Final = 0x6B620008
 TCP_STATE_PLACEHOLDER: Final = 0x6B620009
 NFCT_PLACEHOLDER: Final = 0x6B62000A
-_PLACES: Final = (STATUS_PLACEHOLDER, TCP_STATE_PLACEHOLDER, NFCT_PLACEHOLDER)
+TIMEOUT_PLACEHOLDER: Final = 0x6B62000B
+_PLACES: Final = (STATUS_PLACEHOLDER, TCP_STATE_PLACEHOLDER, NFCT_PLACEHOLDER, TIMEOUT_PLACEHOLDER)
 MODULES: Final = ("nf_conntrack", "nf_nat")
 """The modules that have the functions, unless they are built into the kernel."""
 BPF_PSEUDO_KFUNC_CALL: Final = 2
@@ -74,6 +75,7 @@ def open_conntrack() -> Iterator[ConntrackCalls]:
             TCP_STATE_PLACEHOLDER: _find_member(sources, "nf_conn", "proto")
             + _find_member(sources, "ip_ct_tcp", "state"),
             NFCT_PLACEHOLDER: _find_member(sources, "sk_buff", "_nfct"),
+            TIMEOUT_PLACEHOLDER: _find_member(sources, "nf_conn", "timeout"),
         }
         replacements |= {probe.encode_call(number): probe.encode_r0(place) for number, place in places.items()}
         yield ConntrackCalls(replacements, tuple(btf_fds))

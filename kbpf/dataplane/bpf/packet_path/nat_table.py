@@ -3,12 +3,8 @@
 
 The kernel tracks connections only while some rule matches on conntrack, and translates their
 packets only while a chain of type nat exists. The chain `nat` provides both, for IPv4 and IPv6, and
-changes no packet. The packet programs write the translations (bpf/tc/conntrack.h). Two more chains
-are for what they cannot judge:
-
-- `forged` hides from conntrack what arrives in the name of the node, which it would take for answers
-  of the node. Its own multicast comes back, and others may have its link-local addresses.
-- `missed` drops SYNs that the programs have left to conntrack, but that it does not translate.
+changes no packet. The packet programs write the translations (bpf/tc/conntrack.h). The chain `missed`
+drops SYNs that they have left to conntrack, but that it does not translate.
 
 Where FORWARD may refuse packets, two other chains give those of masqueraded connections our mark
 while they are in FORWARD, where a rule of ours matches it (kernel/netfilter/forward_rules.py). With
@@ -29,8 +25,8 @@ _MASQUERADED: Final = conntrack.ConntrackStatus.IPS_SRC_NAT | conntrack.Conntrac
 _TRACKED: Final = "6b62:1"
 """PRIORITY_OF_TRACKED in bpf/tc/conntrack.h, as nftables writes it."""
 
-_BEFORE_FRAGMENTS, _AFTER_DNAT = -450, -99
-"""Priorities in PREROUTING: ahead of the kernel's reassembly, and behind the chains of DNAT."""
+_AFTER_DNAT = -99
+"""A priority in PREROUTING behind the chains of DNAT."""
 
 _BEFORE, _AFTER = -300, 300
 """Priorities around those of the chains that filter."""
@@ -118,7 +114,6 @@ def _create_commands(mark: int) -> list[forward_rules.Json]:
     commands = [
         {"add": {"table": _table()}},
         *conntrack_keepalive.hook_commands("inet", TABLE, "nat"),
-        *_chain_commands("forged", "prerouting", _BEFORE_FRAGMENTS, *_PASSES, [{"counter": None}, {"notrack": None}]),
         *_chain_commands(
             "missed",
             "prerouting",
@@ -145,23 +140,3 @@ def _chain_commands(
         {"add": {"chain": {**chain, "type": type_, "hook": hook, "prio": priority}}},
         *({"add": {"rule": {**rule, "expr": expressions}}} for expressions in rules),
     ]
-
-
-def _prefix(protocol: str, network: str, bits: int) -> forward_rules.Json:
-    source = {"payload": {"protocol": protocol, "field": "saddr"}}
-    return forward_rules.match(source, {"prefix": {"addr": network, "len": bits}})
-
-
-_ACCEPT: Final[forward_rules.Json] = {"accept": None}
-_PASSES: Final[tuple[list[forward_rules.Json], ...]] = (
-    [forward_rules.match({"meta": {"key": "iifname"}}, "lo"), _ACCEPT],
-    [forward_rules.match({"fib": {"result": "type", "flags": ["saddr"]}}, "local", "!="), _ACCEPT],
-    [
-        forward_rules.match({"fib": {"result": "type", "flags": ["daddr"]}}, {"set": ["multicast", "broadcast"]}),
-        _ACCEPT,
-    ],
-    [_prefix("ip", "169.254.0.0", 16), _ACCEPT],
-    [_prefix("ip6", "fe80::", 10), _ACCEPT],
-)
-"""The rules of `forged` about what may have an address of the node as its source; most packets end at
-the second one."""
