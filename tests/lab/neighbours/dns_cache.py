@@ -15,9 +15,12 @@ import subprocess
 from pathlib import Path
 
 from tests.support.build import go_build
+from tests.support.cluster.kube import Object
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, port, service, slice_port
 from tests.support.lab.lab import DIE_WITH_US, Node, Place, inside, on, run
 
 DEVICE = "nodelocaldns"
+METRICS = 9153
 WHERE = "where.cluster.local"
 """A name that the cache answers itself, unlike the servers behind it."""
 AT_CACHE, AT_SERVER = "192.0.2.53", "192.0.2.1"
@@ -49,6 +52,20 @@ _SERVER = """\
     }}
 }}
 """
+
+
+def dns_service(name: str, address: str, server: str) -> list[Object]:
+    """A Service as kubeadm's kube-dns, whose pod has the address `server`."""
+    protocols = {"dns": "UDP", "dns-tcp": "TCP"}
+    ports = [port(53, name=each, protocol=protocol) for each, protocol in protocols.items()]
+    slices = [slice_port(53, each, protocol) for each, protocol in protocols.items()]
+    ports.append(port(METRICS, target=8080, name="metrics"))
+    slices.append(slice_port(8080, "metrics"))
+    space = {"namespace": "kube-system"}
+    return [
+        service(name, *ports, cluster_ip=address, **space),
+        endpoint_slice(name, endpoint(server, node="node-1"), ports=slices, **space),
+    ]
 
 
 def start_server(pod: Place, folder: Path) -> "subprocess.Popen[bytes]":

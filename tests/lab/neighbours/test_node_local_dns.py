@@ -18,16 +18,13 @@ from typing import NamedTuple
 import pytest
 
 from tests.lab.neighbours import dns_queries
-from tests.lab.neighbours.dns_cache import AT_CACHE, AT_SERVER, WHERE, NodeCache, start_server
-from tests.support.cluster.kube import Object
-from tests.support.cluster.kube_objects import endpoint, endpoint_slice, port, service, slice_port
+from tests.lab.neighbours.dns_cache import AT_CACHE, AT_SERVER, METRICS, WHERE, NodeCache, dns_service, start_server
 from tests.support.features import IN_GUEST
 from tests.support.lab.field import Field
 from tests.support.lab.lab import DIE_WITH_US, PATIENCE, Place, inside, ip, until
 from tests.support.lab.modes import PACKETS
 
 DNS, UPSTREAM = "10.96.0.10", "10.96.0.11"
-METRICS = 9153
 MAX_ROUNDS = 1 if IN_GUEST else 10
 ANSWER_S = 60.0 if IN_GUEST else 0.2
 """How long clients wait for an answer before they ask again. It is the resolution of what is
@@ -41,20 +38,6 @@ RECOVERY_S = PATIENCE if IN_GUEST else 1.0
 """How long clients may be without an answer when the cache ends, in at least one round: the machine
 may be busy in others.
 """
-
-
-def dns_service(name: str, address: str, server: str) -> list[Object]:
-    """A Service as kubeadm's kube-dns, whose pod has the address `server`."""
-    protocols = {"dns": "UDP", "dns-tcp": "TCP"}
-    ports = [port(53, name=each, protocol=protocol) for each, protocol in protocols.items()]
-    slices = [slice_port(53, each, protocol) for each, protocol in protocols.items()]
-    ports.append(port(METRICS, target=8080, name="metrics"))
-    slices.append(slice_port(8080, "metrics"))
-    space = {"namespace": "kube-system"}
-    return [
-        service(name, *ports, cluster_ip=address, **space),
-        endpoint_slice(name, endpoint(server, node="node-1"), ports=slices, **space),
-    ]
 
 
 ASKED = "asked"

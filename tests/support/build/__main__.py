@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.conformance.cluster.images import userland
 from tests.kernels import debian
-from tests.support.build import artifacts, go_build, image, programs
+from tests.support.build import artifacts, debian_files, go_build, image, programs
 from tests.support.build.prometheus import promtool
 
 REPORT_SECONDS = 15.0
@@ -47,6 +47,7 @@ COMPILED = (
 DOWNLOADED = (
     Build("Cilium's sources", lambda say: go_build.module(*programs.CILIUM, say)),
     Build("promtool", lambda say: promtool()),
+    Build("systemd-resolved", lambda say: debian_files.systemd_resolved()),
     Build("the commands of tests/conformance", lambda say: userland()),
     *(Build(f"Debian's kernel {family}", lambda say, family=family: debian.fetch(family)) for family in debian.QUICK),
     *(

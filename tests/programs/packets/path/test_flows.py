@@ -146,6 +146,22 @@ def test_request_and_reply(path: Path_, v: int, which: int, kind: str, more: dic
     exchange(path, v, client(v), which, which == CLUSTER, kind, **more)
 
 
+@pytest.mark.parametrize("kind", ["tcp", "udp"])
+def test_five_extension_headers_hide_a_packet_for_a_service(path: Path_, kind: str):
+    """Four do not. Where conntrack translates, the packet is dropped instead."""
+    own, front, back = ends_of(6, LOCAL)
+
+    def packet(to: str, count: int) -> bytes:
+        return KINDS[kind](own, to, extensions=[packets.destination()] * count)
+
+    path.expect_untouched(packet(front, 5))
+    path.go_in(packet(front, 4), packet(back, 4))
+    path.node(NodeFlag.NETFILTER)
+    with path.counted(Reason.INVALID):
+        verdict, _ = path.ingress(packet(front, 5))
+    assert verdict == TC_ACT_SHOT
+
+
 def test_a_client_is_dropped_if_the_node_has_no_address_to_masquerade_to(path: Path_, v: int):
     """Of IPv6, all but link-local ones may be missing."""
     with path.site.restored("node"), path.counted(Reason.NO_SNAT_PORT):
