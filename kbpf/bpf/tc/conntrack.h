@@ -294,7 +294,7 @@ static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct
 	return go(skb, TAIL_UNCONFIRMED);
 }
 
-/* The status of the entry of a client's packets; 0: there is none. `expire`: it goes. */
+/* The status of the entry of a client's packets; 0: there is none. `expire`: the entry expires. */
 static __always_inline u32 status_of(struct __sk_buff *skb, const struct tuple *t, bool expire)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t->to.protocol};
@@ -309,13 +309,6 @@ static __always_inline u32 status_of(struct __sk_buff *skb, const struct tuple *
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
 	return status;
-}
-
-/* Removes the entry of a flow of this client. */
-static __always_inline void expire_entry(struct __sk_buff *skb, const struct tuple *t)
-{
-	status_of(skb, t, true);
-	status_of(skb, t, true); /* this look-up deletes it */
 }
 
 /* Removes both keys of the flow that has this one. If it is the flow's first key, and a second one
@@ -410,10 +403,12 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfir
 	tuple.from = event->client;
 	tuple.to = event->frontend;
 	if (is_nodes_own(&event->backend.address) &&
-	    (status_of(skb, &tuple, false) & IPS_SEEN_REPLY))
+	    (status_of(skb, &tuple, false) & IPS_SEEN_REPLY)) {
 		confirm_flow(event);
-	else
-		expire_entry(skb, &tuple);
+	} else {
+		status_of(skb, &tuple, true);
+		status_of(skb, &tuple, true); /* this look-up deletes the entry */
+	}
 	first_key = flow_key_of(&tuple.from, &tuple.to);
 	first = unconfirmed.lookup(&first_key);
 	if (first && first->time == oldest->time)

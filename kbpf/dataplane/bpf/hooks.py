@@ -91,6 +91,8 @@ class PacketProgram:
 
 CONNTRACK_PROGRAMS: Final = ("tc_conntrack", "tc_unconfirmed")
 """Loaded only with `--forwarding netfilter`: kernels before 6.1 refuse it."""
+ENTRY_READERS: Final = (*CONNTRACK_PROGRAMS, "tc_egress")
+"""Programs with places of the kernel's structs (kernel/bpf/kfuncs.py)."""
 
 PACKET_PROGRAMS: Final = (
     PacketProgram("tc_ingress", direction="ingress", tail=6),

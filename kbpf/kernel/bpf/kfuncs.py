@@ -2,8 +2,8 @@
 """Functions of conntrack that a program may call (kfuncs), for bpf/tc/conntrack.h.
 
 A call names its function by an id in the BTF of the kernel or of the module that has it, and the
-module by the descriptor of its BTF. The compiled program has placeholders instead, also for the
-places of what it reads without one.
+module by the descriptor of its BTF. The compiled program has placeholders instead. Others stand for
+the offsets of members that it reads itself.
 """
 
 from collections.abc import Iterator

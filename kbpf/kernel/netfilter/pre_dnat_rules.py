@@ -18,8 +18,8 @@ NF_IP_PRI_NAT_DST: Final = -100
 MAX_RULES: Final = 50_000
 """Of a table. Larger ones are not read."""
 OF_EXTENSIONS: Final = frozenset(("ct extension", "match connbytes", "match connlabel"))
-"""Parts of rules that read bytes, packets or labels of a connection. The kernel keeps them beside
-its entry, for which a program cannot ask (bpf_skb_ct_alloc()).
+"""Parts of rules that read bytes, packets or labels of a connection. The kernel keeps these in
+extensions of the connection's entry; an entry that a program creates has none (bpf_skb_ct_alloc()).
 """
 REVERSE_PATH_FILTERS: Final = frozenset(("fib saddr", "match rpfilter"))
 

@@ -51,8 +51,8 @@ rights=+net_raw,+net_bind_service,+setpcap
 exec setpriv --reuid=nobody --clear-groups --inh-caps=$rights --ambient-caps=$rights --pdeathsig=KILL \\
     env LD_LIBRARY_PATH=/run /run/systemd-resolved
 """
-"""Runs in a mount namespace of its own, so that the machine's files stay as they are. systemd-resolved also uses the
-servers of /etc/resolv.conf, and as root it would look for a user of its name.
+"""Runs in a separate mount namespace, so that the machine's files stay as they are. systemd-resolved also uses the
+servers in /etc/resolv.conf, and as root it would look for the user systemd-resolve.
 """
 
 

@@ -142,7 +142,8 @@ def test_segments_of_a_refused_client_do_not_reach_the_pod(field: Field, data: s
             refused.send(ack, forged, *([secret, syn] if data != "later" else [syn, secret]))
             refused.send(secret)
         expect_answer(field, own)
-        wire.none(0, lambda packet: packet.protocol == "tcp" and packet.flags != "R")  # about the forged one
+        # the node itself refuses the forged segment by an RST
+        wire.none(0, lambda packet: packet.protocol == "tcp" and packet.flags != "R")
 
 
 @pytest.mark.parametrize("others", [False, True], ids=["at once", "its flow is settled"])

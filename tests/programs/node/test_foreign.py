@@ -201,8 +201,8 @@ KMESH = """
 
 
 class Dial(NamedTuple):
-    """`first`, `second`: who answers a pod if Kmesh's program is before ours, or behind it. `left`: who does in both
-    orders if the packet path serves the pod.
+    """`first`, `second`: the pod that answers if Kmesh's program runs before or after ours. `left`: the pod that
+    answers in both orders if the packet path serves the client.
     """
 
     to: str

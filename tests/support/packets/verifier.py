@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kbpf.dataplane.bpf.hooks import (
     CONNTRACK_PROGRAMS,
+    ENTRY_READERS,
     TAIL_CALL_SLOTS,
     program_type,
     tracepoint_of,
@@ -64,7 +65,7 @@ def verify(artifact: Artifact) -> Iterator[Verified]:
         maps[TAIL_CALL_MAP] = own.enter_context(tails)
         for code in artifact.programs:
             calls = kfuncs.NO_CONNTRACK
-            if code.name in (*CONNTRACK_PROGRAMS, "tc_egress"):
+            if code.name in ENTRY_READERS:
                 modules.load(kfuncs.MODULES)
                 if kfuncs.probe_conntrack().works:
                     calls = own.enter_context(kfuncs.open_conntrack())

@@ -132,11 +132,11 @@ def _create_commands(mark: int) -> list[forward_rules.Json]:
 
 
 def _chain_commands(
-    name: str, hook: str, priority: int, *rules: list[forward_rules.Json], type_: str = "filter"
+    name: str, hook: str, priority: int, expressions: list[forward_rules.Json], type_: str = "filter"
 ) -> list[forward_rules.Json]:
     chain = {"family": "inet", "table": TABLE, "name": name}
-    rule = {"family": "inet", "table": TABLE, "chain": name}
+    rule = {"family": "inet", "table": TABLE, "chain": name, "expr": expressions}
     return [
         {"add": {"chain": {**chain, "type": type_, "hook": hook, "prio": priority}}},
-        *({"add": {"rule": {**rule, "expr": expressions}}} for expressions in rules),
+        {"add": {"rule": rule}},
     ]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.bpf.hooks import (
-    CONNTRACK_PROGRAMS,
+    ENTRY_READERS,
     TAIL_CALL_SLOTS,
     loaded_packet_programs,
 )
@@ -151,7 +151,7 @@ class PacketPath(ProgramSet):
         return tuple(program.name for program in programs)
 
     def _load_code(self, code: Bytecode, maps: Mapping[str, Map], kind: int, attach_type: int) -> Program:
-        if code.name not in (*CONNTRACK_PROGRAMS, "tc_egress"):
+        if code.name not in ENTRY_READERS:
             return super()._load_code(code, maps, kind, attach_type)
         with kfuncs.open_conntrack() if self.config.uses_conntrack else nullcontext(kfuncs.NO_CONNTRACK) as calls:
             insns = relocate(code, maps, self._missing_helpers, calls.replacements)
