@@ -132,7 +132,11 @@ int tc_egress(struct __sk_buff *skb)
 	if (!device)
 		return TC_ACT_UNSPEC;
 	nfct = read_nfct(skb);
-	judged = may_leave_first(skb, nfct);
+	if (!flags && is_first_answer(skb, s, nfct)) {
+		s->begin = BEGIN_LEAVING;
+		return go(skb, TAIL_UNCONFIRMED);
+	}
+	judged = uses_conntrack() && (nfct & NFCT_INFO) < IP_CT_ESTABLISHED_REPLY;
 	if (!flags && !parse_for(skb, device, p, false, judged))
 		return judge_entry(nfct);
 	if (!p->tuple.from.protocol) /* an ICMP error, or hidden ports: parse_for() */

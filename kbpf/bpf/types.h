@@ -433,11 +433,13 @@ struct flow_generations {
 	u64 oldest;  /* of marks that still count */
 };
 
-#define PORT_SLOTS 1024
+#define PORT_SLOT_BITS 10
+#define PORT_SLOTS (1 << PORT_SLOT_BITS)
 
-/* port_slots: by the XOR of the two ports of a flow key, modulo PORT_SLOTS. */
+/* port_slots: by the XOR of the two ports of a flow key. */
 struct port_slot {
-	u32 lockers; /* CPUs that want the lock of this slot */
+	u32 lockers;     /* CPUs that want the lock of this slot */
+	u32 unconfirmed; /* keys in `unconfirmed`: filter_of() */
 };
 
 /* One element of a map that clients fill. Every client has a fixed number of them, so it can only

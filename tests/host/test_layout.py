@@ -82,7 +82,7 @@ sctp_tags         U32_PAIR          tag next
 next_hop          NEXT_HOP          found_at check address ifindex own_mac next_mac max_length resolved family \
                                     uncounted
 flow_generations  FLOW_GENERATIONS  current oldest
-port_slot         PORT_SLOT         lockers
+port_slot         PORT_SLOT         lockers unconfirmed
 refusal_limit     REFUSAL_LIMIT     spent interval burst
 network_key       NETWORK_KEY       bits address
 device_network    SOURCE_KEY        bits ifindex address

@@ -327,6 +327,9 @@ forged ACKs pass
 packets in the node's name pass
 - if (!flags && pretends_to_be_node(skb, device, &p->tuple))
 + if (false)
+what the node answers counts as no connection
+- if (!flags && is_first_answer(skb, s, nfct)) {
++ if (false) {
 # tc.c FLOWS
 frames that are not to this machine are translated
 - (skb->pkt_type != PACKET_HOST || has_source_route(skb, p))
@@ -484,52 +487,42 @@ the beginning of a divided SYN passes
 + false &&
 # tc/conntrack.h CONNTRACK
 forged answers pass
-- return event && !same_target(&p->tuple.to, &event->frontend) &&
-+ return false &&
+- return event && !same_target(&p->tuple.to, &event->backend);
++ return false;
 forged answers that were not seen count
-- !begins_again(skb, s)
+- !begins_again(s)
 + true
 keys of a refused flow stay
-- if (twin && twin->time == event->time) /* not of a later flow */
+- if (event && event->time == oldest->time) /* no other CPU has begun it again */
 + if (false)
+the filter counts no key
+- __sync_fetch_and_add(&slot->unconfirmed, 1);
++ ;
 what the node has answered unseen begins again
 - if (is_nodes_own(&event->backend.address)) {
 + if (false) {
 open connections to the node end if their answers leave unseen
 - if (is_nodes_own(&event->backend.address) &&
-- 	    (status_of(skb, &tuple, false) & IPS_SEEN_REPLY))
-+ if (false)
-two flows have one key
-- && is_served(&s->flow.backend));
-+ && false);
-a Service takes the key of another's refused flow
-- if (is_first != first)
+- 	    (status_of(skb, &first, false) & IPS_SEEN_REPLY))
 + if (false)
 flows that leave unseen are refused
-- unseen = (s->begin & BEGIN_UNSEEN) ||
-+ unseen = false ||
+- await_packet(skb, s, port, s->begin & BEGIN_UNSEEN);
++ await_packet(skb, s, port, false);
 an answer just ahead of the first packet counts
-- own ? answered || (nfct & NFCT_INFO) != IP_CT_NEW : !nfct
-+ !own && !nfct
-a frame that has met no rules confirms a flow
-- own = ct == (void *)(nfct & ~NFCT_INFO);
-+ own = true;
+- (status & IPS_SEEN_REPLY) || (nfct & NFCT_INFO) != IP_CT_NEW
++ false
 what has passed the rules by a flowtable leaves
-- IP_CT_NEW : !nfct
-+ IP_CT_NEW : false
+- return status_of(skb, &first, false) ? finish
++ return false ? finish
 a forged answer that leaves confirms a flow
-- (answered && is_nodes_own(&event->backend.address))
-+ answered
-a firewall's own RST confirms the flow that it refuses
-- (answered && is_nodes_own(&event->backend.address))
-+ is_nodes_own(&event->backend.address)
-another connection of the node has the keys of an earlier flow
-- 	if (!own)
-- 		return judge_entry(nfct);
-+ 	if (!own)
-+ 		return TC_ACT_SHOT;
+- if (!is_nodes_own(&event->backend.address))
++ if (false)
+another connection of the node has the key of an earlier flow
+- same_target(&client, &event->client) &&
+- 			       same_target(&frontend, &event->frontend)
++ true
 what has lost its entry leaves
-- return left <= 0 ?
+- return is_established && has_expired(nfct) ?
 + return false ?
 refused flows stay
 - if (expire)
@@ -537,11 +530,18 @@ refused flows stay
 a SYN behind the end of its connection stays untranslated
 - skb->priority = PRIORITY_OF_TRACKED
 + skb->priority = 0
+a port that conntrack knows is not replaced
+- 		s->begin = (s->begin & ~BEGIN_STALE) | BEGIN_OTHER_PORT;
+- 		return go(skb, TAIL_CONNTRACK);
++ 		return drop_flow(&s->flow, reason);
+the port of a connection that has ended is in the way
+- result = TRACKED_ENDED;
++ result = TRACKED_YES;
 a port of another flow is taken
-- if (has_flow(&reply))
+- if (ask ? has_flow(&reply) : flow_between(&reply) != NULL)
 + if (false)
 conntrack's port is given to a flow of ours
-- return CALL_WITH(is_taken, skb, &reply, v6, &opts, false) ? claim_again(skb, s)
+- return CALL_WITH(is_taken, skb, &reply, v6, &opts, true, false) ? claim_again(skb, s)
 + return false ? claim_again(skb, s)
 # tc/begin.h CONNTRACK
 what conntrack translates is routed as sent by the node

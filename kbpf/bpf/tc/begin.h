@@ -338,7 +338,7 @@ int tc_choose(struct __sk_buff *skb)
 
 	if (!device || !n || !s)
 		return TC_ACT_UNSPEC;
-	if (is_impossible_source(&s->packet.tuple.from.address))
+	if (!(s->begin & BEGIN_UNTRACKED) && is_impossible_source(&s->packet.tuple.from.address))
 		return TC_ACT_UNSPEC;
 	if ((n->flags & (NODE_PASSIVE | NODE_COEXISTING)) && !(s->begin & BEGIN_NOT_FOREIGN))
 		return go(skb, TAIL_COEXIST);

@@ -40,6 +40,7 @@
 #define IP_CT_ESTABLISHED_REPLY 3
 #define IPS_SEEN_REPLY (1 << 1)
 #define IPS_DST_NAT (1 << 5)
+#define IPS_DYING (1 << 9)
 #define NFCT_INFO 7 /* of skb->_nfct: enum ip_conntrack_info; the rest is the entry's address */
 #define TCP_CONNTRACK_TIME_WAIT 7
 #define TCP_CONNTRACK_CLOSE 8
@@ -51,12 +52,11 @@
 /* Nothing but the rule in nat_table.py looks at skb->priority between here and a socket. */
 #define PRIORITY_OF_TRACKED 0x6b620001
 
-/* Two keys of each flow: the client and the frontend, whose event has the client as its backend
- * sees it; and that client and the backend, whose event has the client itself. The queue bounds
- * their number: each CPU may have added one that is not in it yet. */
+/* The ends of a flow as its backend sees them -> the flow. The queue bounds their number: each CPU
+ * may have added one that is not in it yet. `port_slots` counts them, as a filter. */
 BPF_F_TABLE("hash", struct flow_key, struct event, unconfirmed, 64, BPF_F_NO_PREALLOC);
 
-/* The second keys, the oldest first, and those of flows that have been confirmed since. Full:
+/* Their keys, the oldest first, and those of flows that have been confirmed since. Full:
  * settle_oldest() makes room. */
 BPF_QUEUE(unconfirmed_queue, struct unconfirmed_key, 64);
 
@@ -100,18 +100,19 @@ struct ct_tuple6 {
 #define offset_of_tcp_state() (((u64(*)(void))0x6b620009)())
 #define offset_of_nfct() (((u64(*)(void))0x6b62000a)())
 #define offset_of_timeout() (((u64(*)(void))0x6b62000b)())
+#define offset_of_entry() (((u64(*)(void))0x6b62000c)()) /* of struct ct_entry */
 
 /* Calls one of the first two functions for packets from `t->from` to `t->to`. */
 #define CALL_FOR_TUPLE(function, skb, t, v6, opts)                                                 \
 	CALL_WITH(function, skb, t, v6, opts, sizeof(*(opts)))
-#define CALL_WITH(function, skb, t, v6, opts, last)                                                \
+#define CALL_WITH(function, skb, t, v6, opts, ...)                                                 \
 	({                                                                                         \
 		struct ct_tuple4 _t4 = {(t)->from.address.word[3], (t)->to.address.word[3],        \
 					(t)->from.port, (t)->to.port};                             \
 		struct ct_tuple6 _t6 = {(t)->from.address, (t)->to.address, (t)->from.port,        \
 					(t)->to.port};                                             \
-		(v6) ? function(skb, &_t6, sizeof(_t6), opts, last)                                \
-		     : function(skb, &_t4, sizeof(_t4), opts, last);                               \
+		(v6) ? function(skb, &_t6, sizeof(_t6), opts, __VA_ARGS__)                         \
+		     : function(skb, &_t4, sizeof(_t4), opts, __VA_ARGS__);                        \
 	})
 
 enum tracked {
@@ -119,39 +120,8 @@ enum tracked {
 	TRACKED_YES = 1,      /* the kernel knows what to do with the packet */
 	TRACKED_STALE = 2,    /* an entry that does not translate it, or would be replaced by one */
 	TRACKED_ANSWERED = 3, /* as TRACKED_YES, and there was an answer to the client */
+	TRACKED_ENDED = 4,    /* the next look-up deletes it */
 };
-
-/* Whether conntrack has an entry for this packet. A SYN from the port of a connection that has
- * ended would replace the entry by one without NAT (nf_conntrack_tcp_packet()). An entry that does
- * not translate was made before the Service had this address. `expire`: removes an entry that is
- * stale or answered. */
-static __always_inline enum tracked find_tracked(struct __sk_buff *skb, const struct packet *p,
-						 bool expire)
-{
-	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = p->protocol};
-	enum tracked result = TRACKED_YES;
-	u32 status;
-	u8 state;
-	void *ct;
-
-	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &p->tuple, p->v6, &opts);
-	if (!ct)
-		return TRACKED_NO;
-	if (opts.direction != IP_CT_DIR_REPLY) {
-		state = *(volatile u8 *)(ct + offset_of_tcp_state());
-		status = *(volatile u32 *)(ct + offset_of_status());
-		if (!(status & IPS_DST_NAT) ||
-		    (p->protocol == IPPROTO_TCP &&
-		     (state == TCP_CONNTRACK_TIME_WAIT || state == TCP_CONNTRACK_CLOSE)))
-			result = TRACKED_STALE;
-		else if (status & IPS_SEEN_REPLY)
-			result = TRACKED_ANSWERED;
-	}
-	if (expire && result != TRACKED_YES)
-		bpf_ct_change_timeout(ct, 0); /* the next lookup deletes it */
-	bpf_ct_release(ct);
-	return result;
-}
 
 /* union nf_inet_addr: IPv4 is in the first word. */
 static __always_inline struct address nf_address(const struct address *a, bool v6)
@@ -161,11 +131,58 @@ static __always_inline struct address nf_address(const struct address *a, bool v
 	return v6 ? *a : v4;
 }
 
-/* Whether conntrack or, for a masqueraded client, a socket of the node has these ends. */
-static __always_inline bool is_taken(struct __sk_buff *skb, void *ends, u32 size,
-				     struct ct_opts *opts, bool masqueraded)
+/* Copies the ends of an entry's packets to the scratch buffer. */
+static __always_inline void read_entry(struct scratch *s, u64 entry)
 {
-	void *ct = bpf_skb_ct_lookup(skb, ends, size, opts, sizeof(*opts));
+	probe_read_kernel(&s->entry, sizeof(s->entry), (void *)entry + offset_of_entry());
+}
+
+static __always_inline u64 status_in(void *ct)
+{
+	return *(volatile u64 *)(ct + offset_of_status());
+}
+
+/* Whether conntrack has an entry for this packet. A SYN from the port of a connection that has
+ * ended would replace the entry by one without NAT (nf_conntrack_tcp_packet()), so that entry
+ * expires. One that does not translate was made before the Service had this address. `expire`: so
+ * does an entry that is stale or answered. An answered one is in the scratch buffer afterwards. */
+static __always_inline enum tracked find_tracked(struct __sk_buff *skb, struct scratch *s,
+						 bool expire)
+{
+	const struct packet *p = &s->packet;
+	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = p->protocol};
+	enum tracked result = TRACKED_YES;
+	u64 status;
+	u8 state;
+	void *ct;
+
+	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &p->tuple, p->v6, &opts);
+	if (!ct)
+		return TRACKED_NO;
+	if (opts.direction != IP_CT_DIR_REPLY) {
+		state = *(volatile u8 *)(ct + offset_of_tcp_state());
+		status = status_in(ct);
+		if (!(status & IPS_DST_NAT))
+			result = TRACKED_STALE;
+		else if (p->protocol == IPPROTO_TCP &&
+			 (state == TCP_CONNTRACK_TIME_WAIT || state == TCP_CONNTRACK_CLOSE))
+			result = TRACKED_ENDED;
+		else if (status & IPS_SEEN_REPLY)
+			result = TRACKED_ANSWERED;
+	}
+	if (result == TRACKED_ANSWERED)
+		read_entry(s, (u64)ct);
+	if (result == TRACKED_ENDED || (expire && result != TRACKED_YES))
+		bpf_ct_change_timeout(ct, 0); /* the next look-up deletes it */
+	bpf_ct_release(ct);
+	return result;
+}
+
+/* Whether conntrack (`ask`) or, for a masqueraded client, a socket of the node has these ends. */
+static __always_inline bool is_taken(struct __sk_buff *skb, void *ends, u32 size,
+				     struct ct_opts *opts, bool ask, bool masqueraded)
+{
+	void *ct = ask ? bpf_skb_ct_lookup(skb, ends, size, opts, sizeof(*opts)) : NULL;
 
 	if (ct) {
 		bpf_ct_release(ct);
@@ -178,14 +195,16 @@ static __always_inline bool is_taken(struct __sk_buff *skb, void *ends, u32 size
 #define QUEUE_TRIES 3 /* another CPU may fill the queue */
 
 /* Whether a client may have this port, in host byte order. It may not if another flow to the
- * backend has it: the kernel would choose any port instead. Nor may a masqueraded client if
+ * backend has it; whether conntrack has one is looked up only if `ask`, since write_entry() fails
+ * then. Nor may a masqueraded client if
  *
  *  - it is in the packet path's range, of which the flows of the node's sockets have ports. The
  *    kernel does not know these flows: the client could receive or forge their packets;
  *  - a frontend has it: the backend's reply to it would look like a datagram to a NodePort;
  *  - a socket of the node has it: is_for_socket(). */
 static __always_inline bool may_have_port(struct __sk_buff *skb, const struct packet *p,
-					  const struct flow *flow, const struct node *n, u32 port)
+					  const struct flow *flow, const struct node *n, u32 port,
+					  bool ask)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = p->protocol};
 	struct tuple reply = {.from = flow->backend, .to = flow->client};
@@ -199,9 +218,9 @@ static __always_inline bool may_have_port(struct __sk_buff *skb, const struct pa
 		if (is_frontend_port(reply.to.port) && is_frontend(&reply.to))
 			return false;
 	}
-	if (has_flow(&reply))
+	if (ask ? has_flow(&reply) : flow_between(&reply) != NULL)
 		return false;
-	return !CALL_WITH(is_taken, skb, &reply, p->v6, &opts, masqueraded);
+	return !CALL_WITH(is_taken, skb, &reply, p->v6, &opts, ask, masqueraded);
 }
 
 /* The port of a client for its backend, in host byte order: its own, or else a random one above the
@@ -209,16 +228,18 @@ static __always_inline bool may_have_port(struct __sk_buff *skb, const struct pa
  * range, and the key in `unconfirmed` would be wrong. If another CPU takes the port at the same
  * time, the client's next packet gets another one. */
 static __always_inline u16 choose_client_port(struct __sk_buff *skb, const struct packet *p,
-					      const struct flow *flow)
+					      const struct flow *flow, bool other)
 {
 	u32 zero = 0, port = __builtin_bswap16(flow->client.port), room;
 	struct node *n = node.lookup(&zero);
 
 	if (!n)
 		return 0;
+	if (!other && port && may_have_port(skb, p, flow, n, port, false))
+		return port;
 	room = 65535 - n->port_high; /* not 0: MAX_MASQUERADE_PORT in host.py */
 	for (int i = 0; i < CLIENT_PORT_TRIES; i++) {
-		if (port && may_have_port(skb, p, flow, n, port))
+		if (port && may_have_port(skb, p, flow, n, port, true))
 			return port;
 		port = n->port_high + 1 + (((u64)bpf_get_prandom_u32() * room) >> 32);
 	}
@@ -256,12 +277,32 @@ static __always_inline void confirm_flow(struct event *event)
 	event->reason = REASONS; /* counted */
 }
 
-/* The flow of a packet in either direction, or of one that an ICMP error quotes, if no packet of it
- * has left yet. */
+/* Where a key with these ends is counted. Ports are in network byte order, so the bits by which one
+ * client's differ are the upper ones. */
+static __always_inline struct port_slot *filter_of(const struct target *a, const struct target *b)
+{
+	u32 index = (a->port ^ b->port) >> (16 - PORT_SLOT_BITS);
+
+	return port_slots.lookup(&index);
+}
+
+static __always_inline struct event *event_at(struct flow_key *key)
+{
+	struct port_slot *slot = filter_of(&key->first, &key->second);
+
+	return slot && slot->unconfirmed ? unconfirmed.lookup(key) : NULL;
+}
+
+/* The flow of a packet between client and backend, or of one that an ICMP error quotes, if no
+ * packet of it has left yet. */
 static __always_inline struct event *find_unconfirmed(const struct tuple *t)
 {
-	struct flow_key key = flow_key_of(&t->from, &t->to);
+	struct port_slot *slot = filter_of(&t->from, &t->to);
+	struct flow_key key;
 
+	if (!slot || !slot->unconfirmed)
+		return NULL;
+	key = flow_key_of(&t->from, &t->to);
 	return unconfirmed.lookup(&key);
 }
 
@@ -273,17 +314,42 @@ static __always_inline bool answers_refused(const struct packet *p)
 {
 	struct event *event = uses_conntrack() ? find_unconfirmed(&p->tuple) : NULL;
 
-	return event && !same_target(&p->tuple.to, &event->frontend) &&
-	       !same_target(&p->tuple.to, &event->backend);
+	return event && !same_target(&p->tuple.to, &event->backend);
 }
 
 /* Whether this is a backend's answer to what has not left. An error about it may have been just
- * ahead of the keys. */
+ * ahead of the key. */
 static __always_inline bool quotes_refused(const struct tuple *answer)
 {
 	struct event *event = uses_conntrack() ? find_unconfirmed(answer) : NULL;
 
 	return event && same_target(&answer->from, &event->backend);
+}
+
+static __always_inline struct target end_of(const struct address *a, __be16 port,
+					    const struct ct_ends *ends)
+{
+	struct target end = {.address = ends->family == AF_INET ? v4_mapped(a->word[0]) : *a};
+
+	set_port(&end, port, ends->protocol);
+	return end;
+}
+
+/* The flow of the entry in the scratch buffer, if no packet of it has left yet. Its key may also be
+ * left of a flow that has ended, and another connection may have these ends. */
+static __always_inline struct event *find_flow_of_entry(struct scratch *s)
+{
+	const struct ct_ends *original = &s->entry.original, *reply = &s->entry.reply;
+	struct target client = end_of(&original->from, original->from_port, original);
+	struct target frontend = end_of(&original->to, original->to_port, original);
+	struct tuple answer = {.from = end_of(&reply->from, reply->from_port, reply),
+			       .to = end_of(&reply->to, reply->to_port, reply)};
+	struct event *event = find_unconfirmed(&answer);
+
+	return event && same_target(&client, &event->client) &&
+			       same_target(&frontend, &event->frontend)
+		       ? event
+		       : NULL;
 }
 
 /* Drops such an answer, unless IPsec has decrypted it: then its flow has left encrypted. Only
@@ -295,61 +361,57 @@ static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct
 }
 
 /* The status of the entry of a client's packets; 0: there is none. `expire`: the entry expires. */
-static __always_inline u32 status_of(struct __sk_buff *skb, const struct tuple *t, bool expire)
+static __always_inline u64 status_of(struct __sk_buff *skb, const struct tuple *t, bool expire)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t->to.protocol};
 	bool v6 = !is_v4(&t->to.address);
 	void *ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, t, v6, &opts);
-	u32 status;
+	u64 status;
 
 	if (!ct)
 		return 0;
-	status = *(volatile u32 *)(ct + offset_of_status());
+	status = status_in(ct);
 	if (expire)
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
 	return status;
 }
 
-/* Removes both keys of the flow that has this one. If it is the flow's first key, and a second one
- * is meant (`first`), or the other way round, since an endpoint is another Service's frontend, that
- * flow has to begin again, without its entry. `key`: room for one, since the stack is short. */
-static __always_inline void forget_flow(struct __sk_buff *skb, struct flow_key *key,
-					const struct target *client, const struct target *server,
-					bool first)
+/* Removes a key. */
+static __always_inline void forget_flow(struct flow_key *key)
 {
-	struct event *event, *twin;
-	struct tuple tuple;
-	bool is_first;
+	struct port_slot *slot = filter_of(&key->first, &key->second);
 
-	*key = flow_key_of(client, server);
-	event = unconfirmed.lookup(key);
-	if (!event)
-		return;
-	is_first = same_target(server, &event->frontend);
-	tuple.from = is_first ? *client : event->client;
-	tuple.to = event->frontend;
-	*key = flow_key_of(&event->client, is_first ? &event->backend : &event->frontend);
-	twin = unconfirmed.lookup(key);
-	if (twin && twin->time == event->time) /* not of a later flow */
-		unconfirmed.delete(key);
-	*key = flow_key_of(client, server);
-	unconfirmed.delete(key);
-	if (is_first != first)
-		status_of(skb, &tuple, true);
+	if (slot && !unconfirmed.delete(key))
+		__sync_fetch_and_add(&slot->unconfirmed, -1);
 }
 
-/* The rules of the host have let a packet of this flow pass, which `t` identifies. */
-static __always_inline void confirm(struct __sk_buff *skb, struct scratch *s, const struct tuple *t,
-				    struct event *event)
+/* Adds a key. An earlier flow with these ends has ended. */
+static __always_inline bool remember_flow(struct flow_key *key, struct event *event)
 {
-	bool answers =
-		same_target(&t->from, &event->frontend) || same_target(&t->from, &event->backend);
-	const struct target *server = answers ? &t->from : &t->to;
+	struct port_slot *slot = filter_of(&key->first, &key->second);
 
+	if (!slot)
+		return false;
+	if (slot->unconfirmed)
+		forget_flow(key);
+	__sync_fetch_and_add(&slot->unconfirmed, 1); /* first: who finds 0 does not look further */
+	if (!unconfirmed.insert(key, event))
+		return true;
+	__sync_fetch_and_add(&slot->unconfirmed, -1);
+	return false;
+}
+
+/* The rules of the host have let a packet of this flow pass. */
+static __always_inline void confirm(struct scratch *s, struct event *event)
+{
+	struct unconfirmed_key *queued = &s->queued;
+	const struct ct_ends *reply = &s->entry.reply;
+	struct target seen = end_of(&reply->to, reply->to_port, reply);
+
+	queued->key = flow_key_of(&seen, &event->backend);
 	confirm_flow(event);
-	forget_flow(skb, &s->queued.key, answers ? &t->to : &t->from, server,
-		    same_target(server, &event->frontend));
+	forget_flow(&queued->key);
 }
 
 /* The entry that conntrack found for a packet before the rules judged it, and NFCT_INFO, which says
@@ -363,12 +425,20 @@ static __always_inline u64 read_nfct(struct __sk_buff *skb)
 	return nfct;
 }
 
-/* Whether judge_leaving() may have to judge what leaves: not a forwarded answer. A buffer into
- * which the kernel has divided a datagram again may name no device. */
-static __always_inline bool may_leave_first(struct __sk_buff *skb, u64 nfct)
+/* Whether the node itself answers a flow of which nothing has been seen to leave, since a socket of
+ * the node is its backend. Its entry is in the scratch buffer afterwards. Its ends say nothing:
+ * they are those of the frontend again. */
+static __always_inline bool is_first_answer(struct __sk_buff *skb, struct scratch *s, u64 nfct)
 {
-	return uses_conntrack() &&
-	       (!skb->ingress_ifindex || (nfct & NFCT_INFO) != IP_CT_ESTABLISHED_REPLY);
+	if (skb->ingress_ifindex || (nfct & NFCT_INFO) != IP_CT_ESTABLISHED_REPLY)
+		return false;
+	read_entry(s, nfct & ~NFCT_INFO);
+	return find_flow_of_entry(s);
+}
+
+static __always_inline bool has_expired(u64 entry) /* nf_ct_expires() */
+{
+	return (s32)((u32)read_u64(entry + offset_of_timeout()) - (u32)jiffies64()) <= 0;
 }
 
 /* Drops a client's packet that leaves if it was part of an established connection for the rules,
@@ -377,12 +447,9 @@ static __always_inline bool may_leave_first(struct __sk_buff *skb, u64 nfct)
  * asked after its key has not been found: an entry expires before its keys go. */
 static __always_inline int judge_entry(u64 nfct)
 {
-	s32 left;
+	bool is_established = nfct && (nfct & NFCT_INFO) == IP_CT_ESTABLISHED;
 
-	if (!nfct || (nfct & NFCT_INFO) != IP_CT_ESTABLISHED)
-		return TC_ACT_UNSPEC;
-	left = (u32)read_u64(nfct + offset_of_timeout()) - (u32)jiffies64(); /* nf_ct_expires() */
-	return left <= 0 ? finish(TC_ACT_SHOT, INVALID) : TC_ACT_UNSPEC;
+	return is_established && has_expired(nfct) ? finish(TC_ACT_SHOT, INVALID) : TC_ACT_UNSPEC;
 }
 
 /* Takes the oldest flow from the queue. The rules of the host have refused its packet, and its
@@ -391,31 +458,26 @@ static __always_inline int judge_entry(u64 nfct)
  */
 static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfirmed_key *oldest)
 {
-	struct event *event, *first;
-	struct flow_key first_key;
-	struct tuple tuple;
+	struct event *event;
+	struct tuple first;
 
 	if (unconfirmed_queue.pop(oldest))
 		return;
-	event = unconfirmed.lookup(&oldest->key);
+	event = event_at(&oldest->key);
 	if (!event || event->time != oldest->time)
 		return;
-	tuple.from = event->client;
-	tuple.to = event->frontend;
+	first.from = event->client;
+	first.to = event->frontend;
 	if (is_nodes_own(&event->backend.address) &&
-	    (status_of(skb, &tuple, false) & IPS_SEEN_REPLY)) {
+	    (status_of(skb, &first, false) & IPS_SEEN_REPLY)) {
 		confirm_flow(event);
 	} else {
-		status_of(skb, &tuple, true);
-		status_of(skb, &tuple, true); /* this look-up deletes the entry */
+		status_of(skb, &first, true);
+		status_of(skb, &first, true); /* this look-up deletes the entry */
 	}
-	first_key = flow_key_of(&tuple.from, &tuple.to);
-	first = unconfirmed.lookup(&first_key);
-	if (first && first->time == oldest->time)
-		unconfirmed.delete(&first_key);
-	event = unconfirmed.lookup(&oldest->key);
+	event = event_at(&oldest->key);
 	if (event && event->time == oldest->time) /* no other CPU has begun it again */
-		unconfirmed.delete(&oldest->key);
+		forget_flow(&oldest->key);
 }
 
 /* Remembers the flow in the scratch buffer until a packet of it leaves. `port`: the client's, as
@@ -434,124 +496,121 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 	seen.port = __builtin_bswap16(port);
 	if (has_snat(flow))
 		seen.address = flow->snat;
-	/* Of earlier flows, whose entries are gone: their other keys would stay for ever. */
-	forget_flow(skb, &queued->key, &seen, &flow->backend, false);
-	forget_flow(skb, &queued->key, &flow->client, &flow->frontend, true);
+	queued->key = flow_key_of(&seen, &flow->backend);
 	if (unseen) {
+		forget_flow(&queued->key); /* of an earlier flow with these ends */
 		confirm_flow(&event);
 		return true;
 	}
-	queued->key = flow_key_of(&seen, &flow->backend);
-	if (unconfirmed.update(&queued->key, &event))
+	if (!remember_flow(&queued->key, &event))
 		return false;
-	queued->key = flow_key_of(&flow->client, &flow->frontend);
-	event.client = seen;
-	if (!unconfirmed.update(&queued->key, &event)) {
-		for (int i = 0; i < QUEUE_TRIES; i++) {
-			queued->key = flow_key_of(&seen, &flow->backend);
-			queued->time = flow->last_used;
-			if (!unconfirmed_queue.push(queued, 0))
-				return true;
-			settle_oldest(skb, queued);
-		}
+	for (int i = 0; i < QUEUE_TRIES; i++) {
+		queued->time = flow->last_used;
+		if (!unconfirmed_queue.push(queued, 0))
+			return true;
+		settle_oldest(skb, queued);
+		queued->key = flow_key_of(&seen, &flow->backend);
 	}
-	/* Without its key in the queue it would stay for ever. */
-	forget_flow(skb, &queued->key, &seen, &flow->backend, false);
+	forget_flow(&queued->key); /* which would stay for ever without its place in the queue */
 	return false;
 }
 
 /* Writes the flow of a client's packet as it was begun, if no packet of it has left. What the node
- * itself has answered is no such flow. */
-static __always_inline bool begins_again(struct __sk_buff *skb, struct scratch *s)
+ * itself has answered is no such flow. Its entry is in the scratch buffer. */
+static __always_inline bool begins_again(struct scratch *s)
 {
-	struct event *event = find_unconfirmed(&s->packet.tuple);
+	const struct ct_ends *reply = &s->entry.reply;
+	struct event *event = find_flow_of_entry(s);
 	struct flow *flow = &s->flow;
+	struct target seen;
 
-	if (!event || !same_target(&s->packet.tuple.to, &event->frontend))
+	if (!event)
 		return false;
 	if (is_nodes_own(&event->backend.address)) {
-		confirm(skb, s, &s->packet.tuple, event);
+		confirm(s, event);
 		return false;
 	}
+	seen = end_of(&reply->to, reply->to_port, reply);
 	__builtin_memset(flow, 0, sizeof(*flow));
 	flow->last_used = now_ns();
-	flow->client = s->packet.tuple.from;
+	flow->client = event->client;
 	flow->frontend = event->frontend;
 	flow->backend = event->backend;
 	flow->service = event->service;
 	flow->backend_id = event->backend_id;
-	flow->client_port = event->client.port;
-	if (!same_address(&event->client.address, &flow->client.address))
-		flow->snat = event->client.address;
+	flow->client_port = seen.port;
+	if (!same_address(&seen.address, &flow->client.address))
+		flow->snat = seen.address;
 	return true;
 }
 
-/* The tuple of the client's packets to the frontend, given a packet of a flow in `unconfirmed`. */
-static __always_inline struct tuple first_of(const struct tuple *t, const struct event *event)
-{
-	struct tuple first = same_target(&t->from, &event->frontend) ? reversed(t) : *t;
-
-	if (!same_target(&first.to, &event->frontend)) {
-		first.from = event->client;
-		first.to = event->frontend;
-	}
-	return first;
-}
-
-/* An answer to a flow that has not left, or an error about it. IPsec has decrypted it if the flow
- * has left encrypted. An error may be about a flow that leaves unseen, which has been answered.
- * Without an entry there is nothing that a forged answer could change: its keys are left of a flow
- * that has ended, and another connection may have its ends. */
+/* An answer to a flow that has not left, or an error about either of its directions. IPsec has
+ * decrypted it if the flow has left encrypted. An error may be about a flow that leaves unseen,
+ * which has been answered. Without an entry there is nothing that a forged answer could change. */
 static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s)
 {
 	bool is_error = !s->packet.tuple.from.protocol;
-	struct tuple tuple = is_error ? reversed(&s->inner.tuple) : s->packet.tuple, first;
-	struct event *event = find_unconfirmed(&tuple);
-	u32 status;
+	struct tuple t = is_error ? reversed(&s->inner.tuple) : s->packet.tuple;
+	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t.to.protocol};
+	struct event *event;
+	u64 status;
+	void *ct;
 
+	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &t, !is_v4(&t.to.address), &opts);
+	if (!ct)
+		return TC_ACT_UNSPEC;
+	status = status_in(ct);
+	read_entry(s, (u64)ct);
+	bpf_ct_release(ct);
+	event = find_flow_of_entry(s);
 	if (!event)
 		return TC_ACT_UNSPEC;
 	if (is_decrypted(skb)) {
-		if (!is_error && !same_target(&tuple.to, &event->frontend))
-			confirm(skb, s, &tuple, event);
+		if (!is_error)
+			confirm(s, event);
 		return TC_ACT_UNSPEC;
 	}
-	first = first_of(&tuple, event);
-	status = status_of(skb, &first, false);
-	return !status || (is_error && (status & IPS_SEEN_REPLY)) ? TC_ACT_UNSPEC
-								  : finish(TC_ACT_SHOT, INVALID);
+	return is_error && (status & IPS_SEEN_REPLY) ? TC_ACT_UNSPEC : finish(TC_ACT_SHOT, INVALID);
 }
 
-/* A packet with the ends of a flow of which none has left leaves. The client's has to be the first
- * one of its connection for the rules of the host: not one of an established connection, since an
- * answer was just ahead of it, nor one that a flowtable has brought past them. One of the node
- * itself counts if it answers; others may have forged theirs. With another entry, or if the flow
- * has none any more, it is of another connection: a socket of the node may have these ends now. */
+/* A packet leaves without an entry, since a flowtable has brought it past the rules of the host. It
+ * may not be a client's of a flow of which none has left. */
+static __always_inline int judge_without_entry(struct __sk_buff *skb, struct scratch *s)
+{
+	struct event *event = find_unconfirmed(&s->packet.tuple);
+	struct tuple first;
+
+	if (!event || !same_target(&s->packet.tuple.to, &event->backend))
+		return TC_ACT_UNSPEC;
+	first.from = event->client;
+	first.to = event->frontend;
+	return status_of(skb, &first, false) ? finish(TC_ACT_SHOT, INVALID) : TC_ACT_UNSPEC;
+}
+
+/* A packet leaves that may be the first one of its flow. The client's has to be the first one of
+ * its connection for the rules of the host: not one of an established connection, since an answer
+ * was just ahead of it. One of the node itself counts if it answers; others may have forged theirs.
+ * With another entry, or one that has ended, it is of another connection: a socket of the node may
+ * have these ends now. */
 static __always_inline int judge_leaving(struct __sk_buff *skb, struct scratch *s)
 {
-	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = s->packet.protocol};
-	struct tuple *t = &s->packet.tuple, first;
-	struct event *event = find_unconfirmed(t);
-	bool own, answered, is_request;
-	u64 nfct = read_nfct(skb);
-	void *ct;
+	u64 nfct = read_nfct(skb), entry = nfct & ~NFCT_INFO, status;
+	struct event *event;
 
-	if (!event)
+	if (!entry)
+		return judge_without_entry(skb, s);
+	read_entry(s, entry);
+	event = find_flow_of_entry(s);
+	status = read_u64(entry + offset_of_status());
+	if (!event || (status & IPS_DYING) || has_expired(entry))
 		return judge_entry(nfct);
-	is_request = same_target(&t->to, &event->backend);
-	first = first_of(t, event);
-	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &first, s->packet.v6, &opts);
-	if (!ct)
-		return judge_entry(nfct);
-	own = ct == (void *)(nfct & ~NFCT_INFO);
-	answered = *(volatile u32 *)(ct + offset_of_status()) & IPS_SEEN_REPLY;
-	bpf_ct_release(ct);
-	if (is_request && (own ? answered || (nfct & NFCT_INFO) != IP_CT_NEW : !nfct))
+	if ((nfct & NFCT_INFO) == IP_CT_ESTABLISHED_REPLY) {
+		if (!is_nodes_own(&event->backend.address))
+			return TC_ACT_UNSPEC;
+	} else if ((status & IPS_SEEN_REPLY) || (nfct & NFCT_INFO) != IP_CT_NEW) {
 		return finish(TC_ACT_SHOT, INVALID);
-	if (!own)
-		return judge_entry(nfct);
-	if (is_request || (answered && is_nodes_own(&event->backend.address)))
-		confirm(skb, s, t, event);
+	}
+	confirm(s, event);
 	return TC_ACT_UNSPEC;
 }
 
@@ -563,8 +622,8 @@ static __always_inline int judge_claimed_port(struct __sk_buff *skb, struct scra
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = s->flow.client.protocol};
 
 	s->begin &= ~BEGIN_CLAIMED;
-	return CALL_WITH(is_taken, skb, &reply, v6, &opts, false) ? claim_again(skb, s)
-								  : go(skb, TAIL_PUBLISH);
+	return CALL_WITH(is_taken, skb, &reply, v6, &opts, true, false) ? claim_again(skb, s)
+									: go(skb, TAIL_PUBLISH);
 }
 
 /* Asks conntrack about a packet that begins no flow of conntrack's. */
@@ -607,10 +666,10 @@ static __always_inline void *write_entry(struct __sk_buff *skb, const struct pac
 int tc_conntrack(struct __sk_buff *skb)
 {
 	struct scratch *s = get_scratch();
-	bool unseen, awaited;
 	enum tracked tracked;
 	enum reason reason;
 	struct packet *p;
+	bool awaited;
 	u16 port = 0;
 	void *ct;
 
@@ -618,12 +677,14 @@ int tc_conntrack(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
 	if (!(s->begin & BEGIN_UNTRACKED)) {
-		tracked = find_tracked(skb, p, false);
+		tracked = find_tracked(skb, s, false);
+		if (tracked == TRACKED_ENDED)
+			tracked = find_tracked(skb, s, false);
 		if (tracked == TRACKED_NO || tracked == TRACKED_STALE) {
 			s->begin |= BEGIN_UNTRACKED | (tracked == TRACKED_STALE ? BEGIN_STALE : 0);
 			return go(skb, TAIL_CHOOSE);
 		}
-		if (tracked == TRACKED_YES || !begins_again(skb, s)) {
+		if (tracked != TRACKED_ANSWERED || !begins_again(s)) {
 			/* A SYN just behind the packet that closes the connection: conntrack gives
 			 * it a new entry, which does not translate. A rule drops it then; the
 			 * client repeats it. */
@@ -636,26 +697,28 @@ int tc_conntrack(struct __sk_buff *skb)
 	}
 	if (is_loopback(&s->flow.snat)) /* still ADDRESS_NOT_CHOSEN */
 		return drop_flow(&s->flow, NO_SNAT_PORT);
-	if ((s->begin & BEGIN_STALE) && find_tracked(skb, p, true) != TRACKED_NO)
-		find_tracked(skb, p, false);
+	if ((s->begin & BEGIN_STALE) && find_tracked(skb, s, true) != TRACKED_NO)
+		find_tracked(skb, s, false);
 	if (!port)
-		port = choose_client_port(skb, p, &s->flow);
+		port = choose_client_port(skb, p, &s->flow, s->begin & BEGIN_OTHER_PORT);
 	if (!port)
 		return drop_flow(&s->flow, NO_SNAT_PORT);
 	ct = write_entry(skb, p, &s->flow, port, &reason);
+	if (!ct && reason == NOT_TRACKED &&
+	    (s->begin & (BEGIN_UNTRACKED | BEGIN_OTHER_PORT)) == BEGIN_UNTRACKED) {
+		s->begin = (s->begin & ~BEGIN_STALE) | BEGIN_OTHER_PORT;
+		return go(skb, TAIL_CONNTRACK);
+	}
 	if (!ct)
-		return reason == NOT_TRACKED && find_tracked(skb, p, false) == TRACKED_YES
+		return reason == NOT_TRACKED && find_tracked(skb, s, false) == TRACKED_YES
 			       ? TC_ACT_UNSPEC
 			       : drop_flow(&s->flow, reason);
-	/* Two flows would have one key if the endpoint is another Service's frontend. */
-	unseen = (s->begin & BEGIN_UNSEEN) ||
-		 (is_nodes_own(&s->flow.backend.address) && is_served(&s->flow.backend));
-	awaited = await_packet(skb, s, port, unseen);
+	awaited = await_packet(skb, s, port, s->begin & BEGIN_UNSEEN);
 	if (!awaited)
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
 	if (!awaited) {
-		find_tracked(skb, p, true); /* deletes it */
+		find_tracked(skb, s, true); /* deletes it */
 		return drop_flow(&s->flow, TABLE_FULL);
 	}
 	/* A flow in `flows` would hide the entry: one that an agent without this option began. */

@@ -9,8 +9,8 @@
 #include "lib/hash.h"
 #include "tc/flow.h"
 
-/* slot of a flow's key -> the lock for taking that key over: try_lock_key(). Only programs use it.
- */
+/* slot of a flow's key -> the lock for taking that key over: try_lock_key(); and a filter of
+ * another map: filter_of(). Only programs use it. */
 BPF_TABLE("array", u32, struct port_slot, port_slots, PORT_SLOTS);
 
 static __always_inline bool same_flow(const struct flow *a, const struct flow *b)

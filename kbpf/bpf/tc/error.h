@@ -91,7 +91,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 		return is_icmp_error(p) && has_hidden_ports(&s->inner) && uses_conntrack()
 			       ? finish(TC_ACT_SHOT, INVALID)
 			       : TC_ACT_UNSPEC;
-	if (uses_conntrack() && find_unconfirmed(&tuple))
+	if (uses_conntrack() && (find_unconfirmed(&tuple) || !flow_between(&tuple)))
 		return judge_answer_to_refused(skb, s);
 	if (skb->pkt_type != PACKET_HOST)
 		return TC_ACT_UNSPEC;

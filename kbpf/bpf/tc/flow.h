@@ -184,7 +184,7 @@ static __always_inline struct flow *flow_between(const struct tuple *t)
 	return flows.lookup(&key);
 }
 
-/* Like flow_between(), but without the filter, for which tc_conntrack has no room on its stack. */
+/* Like flow_between(), but without the filter, which costs too many instructions in a loop. */
 static __always_inline bool has_flow(const struct tuple *t)
 {
 	struct flow_key key = flow_key_of(&t->from, &t->to);

@@ -26,7 +26,7 @@ enum begin_flags {
 	BEGIN_NOT_FOREIGN = 1 << 1, /* another data plane did not see it first */
 	BEGIN_UNTRACKED = 1 << 2,   /* conntrack will translate it, and has no entry yet */
 	BEGIN_STALE = 1 << 3,       /* or has one that has to go (tc/conntrack.h) */
-	BEGIN_OTHER_PORT = 1 << 4,  /* the backend has an older connection with the last port */
+	BEGIN_OTHER_PORT = 1 << 4,  /* the backend has another connection with the last port */
 	BEGIN_ANSWER = 1 << 5,      /* it begins nothing: answers_refused() */
 	BEGIN_LEAVING = 1 << 7, /* nor does it: it may be the first packet of a flow that leaves */
 	BEGIN_CLAIMED = 1 << 6, /* it has a port of the node that conntrack has to confirm */
@@ -42,6 +42,24 @@ enum search {
 			      also those in TIME_WAIT at the backend */
 	SEARCH_LAST = 10,  /* also those of any handshake: during a flood it is most likely forged,
 			      and without its port the new connection would certainly fail */
+};
+
+/* struct nf_conntrack_tuple. IPv4 is in the first word of an address. */
+struct ct_ends {
+	struct address from;
+	__be16 from_port;
+	u16 family;
+	struct address to;
+	__be16 to_port;
+	u8 protocol;
+	u8 direction;
+};
+
+/* Of struct nf_conn: the ends of the client's packets, as they arrive, and of their answers. */
+struct ct_entry {
+	struct ct_ends original;
+	u64 list_node[2];
+	struct ct_ends reply;
 };
 
 #define ENDED 0xff /* in order, or by the client */
@@ -66,6 +84,7 @@ struct scratch {
 	u32 owner;         /* of a packet that begins a flow: owner_of_packet() */
 	u32 client_device; /* to which the route to its sender leads */
 	struct unconfirmed_key queued; /* tc_conntrack: of any flow */
+	struct ct_entry entry;         /* as long as a program uses it */
 };
 
 /* 0 -> see above. */

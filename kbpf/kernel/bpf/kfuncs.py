@@ -30,7 +30,14 @@ STATUS_PLACEHOLDER: Final = 0x6B620008
 TCP_STATE_PLACEHOLDER: Final = 0x6B620009
 NFCT_PLACEHOLDER: Final = 0x6B62000A
 TIMEOUT_PLACEHOLDER: Final = 0x6B62000B
-_PLACES: Final = (STATUS_PLACEHOLDER, TCP_STATE_PLACEHOLDER, NFCT_PLACEHOLDER, TIMEOUT_PLACEHOLDER)
+ENTRY_PLACEHOLDER: Final = 0x6B62000C
+_PLACES: Final = (
+    STATUS_PLACEHOLDER,
+    TCP_STATE_PLACEHOLDER,
+    NFCT_PLACEHOLDER,
+    TIMEOUT_PLACEHOLDER,
+    ENTRY_PLACEHOLDER,
+)
 MODULES: Final = ("nf_conntrack", "nf_nat")
 """The modules that have the functions, unless they are built into the kernel."""
 BPF_PSEUDO_KFUNC_CALL: Final = 2
@@ -76,6 +83,8 @@ def open_conntrack() -> Iterator[ConntrackCalls]:
             + _find_member(sources, "ip_ct_tcp", "state"),
             NFCT_PLACEHOLDER: _find_member(sources, "sk_buff", "_nfct"),
             TIMEOUT_PLACEHOLDER: _find_member(sources, "nf_conn", "timeout"),
+            ENTRY_PLACEHOLDER: _find_member(sources, "nf_conn", "tuplehash")
+            + _find_member(sources, "nf_conntrack_tuple_hash", "tuple"),
         }
         replacements |= {probe.encode_call(number): probe.encode_r0(place) for number, place in places.items()}
         yield ConntrackCalls(replacements, tuple(btf_fds))

@@ -288,7 +288,7 @@ FLOW_HEAD: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI")
 """The fields before the numbers of a struct flow: all that describes a connection."""
 FLOW: Final = Struct(f"{FLOW_HEAD.format}32sII48s")
 TCP_SIDE: Final = Struct("=IIIIIIBBBxI")
-SCRATCH_SIZE: Final = 536
+SCRATCH_SIZE: Final = 632
 """struct scratch (bpf/tc/scratch.h), which no other side reads."""
 NEXT_HOP: Final = Struct("=II16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16sI")
@@ -301,7 +301,7 @@ REFUSAL_LIMIT: Final = Struct("=QQQ")
 FLOW_GENERATIONS: Final = Struct("=QQ")
 FLOW_MARKS: Final = 4096
 MAX_DEVICES: Final = 4096
-PORT_SLOT: Final = Struct("=I")
+PORT_SLOT: Final = Struct("=II")
 PORT_SLOTS: Final = 1024
 DOUBTFUL_PORTS: Final = 65_536
 DOUBTS: Final = Struct("=64s")
@@ -705,12 +705,12 @@ MAPS: Final = {
         _array("flow_count", "packet path: number of connections in flow_queue", U64.size),
         MapSpec(
             "unconfirmed",
-            "packet path: ends of a packet of conntrack's → its flow, until it leaves; two for each flow",
+            "packet path: ends of a flow of conntrack's at its backend → the flow, until a packet of it leaves",
             uapi.BPF_MAP_TYPE_HASH,
             FLOW_KEY.size,
             EVENT.size,
-            4 * UNCONFIRMED_FLOWS,
-            version=2,
+            2 * UNCONFIRMED_FLOWS,
+            version=3,
             packet_path_only=True,
         ),
         MapSpec(
@@ -720,7 +720,7 @@ MAPS: Final = {
             0,
             UNCONFIRMED_KEY.size,
             UNCONFIRMED_FLOWS,
-            version=2,
+            version=3,
             packet_path_only=True,
         ),
         _array(
@@ -736,7 +736,13 @@ MAPS: Final = {
             DOUBTS.size,
             DOUBTFUL_PORTS,
         ),
-        _array("port_slots", "packet path: locks for choosing SNAT ports", PORT_SLOT.size, PORT_SLOTS),
+        _array(
+            "port_slots",
+            "packet path: locks for choosing SNAT ports, and how many keys of unconfirmed have them",
+            PORT_SLOT.size,
+            PORT_SLOTS,
+            version=2,
+        ),
         _lru_hash(
             "fragments",
             "packet path: ports of fragmented datagrams, for their later fragments",

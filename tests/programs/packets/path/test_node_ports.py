@@ -250,7 +250,7 @@ def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int):
     with path.site.pinned("port_slots") as slots:
         for holders, given in ((1, 0), (0, only_port)):
             for key, _ in list(slots.items()):
-                slots.update(key, PORT_SLOT.pack(holders))
+                slots.update(key, PORT_SLOT.pack(holders, 0))
             assert new_flow_port(path, v) == given
         assert {PORT_SLOT.unpack(raw)[0] for _, raw in slots.items()} == {0}, "no CPU holds one"
 
