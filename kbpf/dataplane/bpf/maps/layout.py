@@ -705,7 +705,7 @@ MAPS: Final = {
         _array("flow_count", "packet path: number of connections in flow_queue", U64.size),
         MapSpec(
             "unconfirmed",
-            "packet path: ends of a flow of conntrack's at its backend → the flow, until a packet of it leaves",
+            "packet path: ends of a flow of conntrack's → the flow, until its first packet leaves",
             uapi.BPF_MAP_TYPE_HASH,
             FLOW_KEY.size,
             EVENT.size,
@@ -738,7 +738,7 @@ MAPS: Final = {
         ),
         _array(
             "port_slots",
-            "packet path: locks for choosing SNAT ports, and how many keys of unconfirmed have them",
+            "packet path: locks for choosing SNAT ports; number of keys in unconfirmed",
             PORT_SLOT.size,
             PORT_SLOTS,
             version=2,
