@@ -518,9 +518,8 @@ a forged answer that leaves confirms a flow
 - if (!is_nodes_own(&event->backend.address))
 + if (false)
 another connection of the node has the key of an earlier flow
-- same_target(&client, &event->client) &&
-- 			       same_target(&frontend, &event->frontend)
-+ true
+- return same ? event : NULL;
++ return event;
 what has lost its entry leaves
 - return is_established && has_expired(nfct) ?
 + return false ?

@@ -326,30 +326,28 @@ static __always_inline bool quotes_refused(const struct tuple *answer)
 	return event && same_target(&answer->from, &event->backend);
 }
 
-static __always_inline struct target end_of(const struct address *a, __be16 port,
-					    const struct ct_ends *ends)
+static __always_inline struct tuple tuple_of(const struct ct_ends *ends)
 {
-	struct target end = {.address = ends->family == AF_INET ? v4_mapped(a->word[0]) : *a};
+	bool v4 = ends->family == AF_INET;
+	struct tuple t;
 
-	set_port(&end, port, ends->protocol);
-	return end;
+	t.from.address = v4 ? v4_mapped(ends->from.word[0]) : ends->from;
+	t.to.address = v4 ? v4_mapped(ends->to.word[0]) : ends->to;
+	set_port(&t.from, ends->from_port, ends->protocol);
+	set_port(&t.to, ends->to_port, ends->protocol);
+	return t;
 }
 
 /* The flow of the entry in the scratch buffer, if no packet of it has left yet. Its key may also be
  * left of a flow that has ended, and another connection may have these ends. */
 static __always_inline struct event *find_flow_of_entry(struct scratch *s)
 {
-	const struct ct_ends *original = &s->entry.original, *reply = &s->entry.reply;
-	struct target client = end_of(&original->from, original->from_port, original);
-	struct target frontend = end_of(&original->to, original->to_port, original);
-	struct tuple answer = {.from = end_of(&reply->from, reply->from_port, reply),
-			       .to = end_of(&reply->to, reply->to_port, reply)};
+	struct tuple first = tuple_of(&s->entry.original), answer = tuple_of(&s->entry.reply);
 	struct event *event = find_unconfirmed(&answer);
+	bool same = event && same_target(&first.from, &event->client) &&
+		    same_target(&first.to, &event->frontend);
 
-	return event && same_target(&client, &event->client) &&
-			       same_target(&frontend, &event->frontend)
-		       ? event
-		       : NULL;
+	return same ? event : NULL;
 }
 
 /* Drops such an answer, unless IPsec has decrypted it: then its flow has left encrypted. Only
@@ -405,13 +403,11 @@ static __always_inline bool remember_flow(struct flow_key *key, struct event *ev
 /* The rules of the host have let a packet of this flow pass. */
 static __always_inline void confirm(struct scratch *s, struct event *event)
 {
-	struct unconfirmed_key *queued = &s->queued;
-	const struct ct_ends *reply = &s->entry.reply;
-	struct target seen = end_of(&reply->to, reply->to_port, reply);
+	struct tuple answer = tuple_of(&s->entry.reply);
 
-	queued->key = flow_key_of(&seen, &event->backend);
 	confirm_flow(event);
-	forget_flow(&queued->key);
+	s->queued.key = flow_key_of(&answer.from, &answer.to);
+	forget_flow(&s->queued.key);
 }
 
 /* The entry that conntrack found for a packet before the rules judged it, and NFCT_INFO, which says
@@ -519,10 +515,9 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
  * itself has answered is no such flow. Its entry is in the scratch buffer. */
 static __always_inline bool begins_again(struct scratch *s)
 {
-	const struct ct_ends *reply = &s->entry.reply;
+	struct target seen = tuple_of(&s->entry.reply).to;
 	struct event *event = find_flow_of_entry(s);
 	struct flow *flow = &s->flow;
-	struct target seen;
 
 	if (!event)
 		return false;
@@ -530,7 +525,6 @@ static __always_inline bool begins_again(struct scratch *s)
 		confirm(s, event);
 		return false;
 	}
-	seen = end_of(&reply->to, reply->to_port, reply);
 	__builtin_memset(flow, 0, sizeof(*flow));
 	flow->last_used = now_ns();
 	flow->client = event->client;

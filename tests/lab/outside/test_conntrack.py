@@ -21,6 +21,7 @@ from kbpf.dataplane.bpf.inspect.connections import format_target
 from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND, flow_key, is_port_reservation
 from kbpf.dataplane.bpf.maps.layout import (
     COUNTS,
+    PORT_SLOT,
     UNCONFIRMED_FLOWS,
     UNCONFIRMED_KEY,
     Reason,
@@ -529,7 +530,8 @@ def test_no_key_of_a_refused_flow_stays(field: Field):
             there(field["outside"], partial(send_from_each_port, 40_000, split(at(kind, 21))))
             until("the entries are gone", lambda kind=kind: not entries(field, at(kind, 21)), 5)
         assert not entries(field, answered.ends.frontend)
-    assert len(field.agent.entries("unconfirmed")) <= UNCONFIRMED_FLOWS + (os.cpu_count() or 1)
+    keys, slots = field.agent.entries("unconfirmed"), field.agent.entries("port_slots").values()
+    assert len(keys) == sum(PORT_SLOT.unpack(slot)[1] for slot in slots) <= UNCONFIRMED_FLOWS + (os.cpu_count() or 1)
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,28 @@ def test_upgrade_keeps_what_is_served(site: Site, monkeypatch, name: str):
     assert left == ["layout", "links", "maps", "programs"], "the old version's maps are gone"
 
 
+@pytest.mark.parametrize(
+    ("name", "replaced"),
+    [
+        ("flows", "flows flow_queue"),
+        ("unconfirmed", "unconfirmed unconfirmed_queue port_slots"),
+        ("unconfirmed_queue", "unconfirmed unconfirmed_queue port_slots"),
+        ("port_slots", "unconfirmed unconfirmed_queue port_slots"),
+        ("flow_marks", "flow_marks"),
+    ],
+)
+def test_maps_that_belong_together_are_replaced_together(site: Site, monkeypatch, name: str, replaced: str):
+    def ids() -> set[tuple[str, int]]:
+        return {(each, site.pinned(each).id) for each in layout.MAPS}
+
+    site.start(desired(WEB))
+    before = ids()
+    site.close_planes()
+    another_version(monkeypatch, name)
+    site.start(desired(WEB))
+    assert {each for each, _ in ids() - before} == set(replaced.split())
+
+
 @pytest.mark.parametrize("killed", [False, True], ids=["", "killed after the maps were made"])
 def test_connections_are_served_during_an_upgrade(site: Site, monkeypatch, killed: bool):
     """The old version's maps are in use until the new version's first complete apply."""

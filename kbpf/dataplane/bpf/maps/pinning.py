@@ -261,9 +261,10 @@ def _find_unusable(found: Collection[str]) -> set[str]:
     unusable = set()
     # Old programs find a map that grows only through the same array.
     pairs = {spec.inner: {spec.inner, name} for name, spec in OUTER_MAPS.items()}
-    for pair in pairs.values():
-        if not pair <= set(found):
-            unusable |= pair & set(found)
+    # The last two maps have the keys of `unconfirmed`, and their number.
+    for group in (*pairs.values(), {"unconfirmed", "unconfirmed_queue", "port_slots"}):
+        if not group <= set(found):
+            unusable |= group & set(found)
     # `services` is only valid together with the maps that its values point to: old programs would
     # look up the slots of a flipped frontend in the old `backend_slots`, where they do not exist.
     if SERVICES_TARGETS - (set(found) - unusable):
