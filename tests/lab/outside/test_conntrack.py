@@ -4,6 +4,7 @@ test_north_south.py, and which rules are in force in neighbours/test_beside_kube
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -669,6 +670,19 @@ def test_a_frame_that_has_met_no_rules_takes_no_key(field: Field, number: int, v
         build = partial(packets.tcp, flags="SA") if number < 20 else partial(packets.udp, payload=b"x")
         there(node, partial(send_frames, [build(ends.frontend, ends.client)], split(ends.client)[0], BROADCAST))
         _expect_no_forged_answer(refused)
+
+
+@pytest.mark.parametrize("number", [11, 21])
+@both_families
+def test_what_leaves_without_an_entry_is_of_no_refused_flow(field: Field, number: int, v6: bool):
+    """As a flowtable sends it, past the rules; here it is a packet socket of the node."""
+    node = field.lab.nodes[0]
+    with refusing(field, number, v6) as refused:
+        before = field.agent.reasons()[Reason.INVALID]
+        request = opening(number)(refused.ends.masqueraded, refused.ends.backend)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOBUFS)):  # dropped as it leaves
+            there(node, partial(send_frames, [request], refused.ends.pod, BROADCAST))
+        assert field.agent.reasons()[Reason.INVALID] - before == 1
 
 
 def _expect_no_forged_answer(refused: Refused) -> None:
