@@ -3,6 +3,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import logging
 import os
@@ -200,21 +201,28 @@ def ensure_bpffs(pin_dir: Path) -> None:
             ancestor = ancestor.parent
     if not is_bpffs(ancestor):
         mount_point = BPF_FS if pin_dir.is_relative_to(BPF_FS) else pin_dir
-        if any(mount.path == mount_point for mount in list_mounts()):
-            raise KernelError(
-                "the file system mounted here is not a bpffs",
-                str(mount_point),
-                f"on the node: mount -t bpf -o mode=700 bpf {mount_point}",
-            )
-        mount_bpffs(mount_point)
+        with kernel_errors("cannot create the mount point for a bpffs", str(mount_point), PIN_DIR_HINT):
+            mount_point.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
+            folder = os.open(mount_point, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            # Of two agents that start at the same time, the second mount would hide the first one's pins.
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            if not is_bpffs(mount_point):
+                _mount_bpffs(mount_point)
+        finally:
+            os.close(folder)
     with kernel_errors("cannot create the pin folder", str(pin_dir), PIN_DIR_HINT):
         pin_dir.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
 
 
-def mount_bpffs(path: Path) -> None:
+def _mount_bpffs(path: Path) -> None:
     """Mounts a bpffs that only root can enter."""
-    with kernel_errors("cannot create the mount point for a bpffs", str(path), PIN_DIR_HINT):
-        path.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
+    if any(mount.path == path for mount in list_mounts()):
+        raise KernelError(
+            "the file system mounted here is not a bpffs",
+            str(path),
+            f"on the node: mount -t bpf -o mode=700 bpf {path}",
+        )
     with kernel_errors("cannot read the pin folder", str(path), "run as root"):
         files = sorted(os.listdir(path))
     if files:

@@ -106,6 +106,26 @@ def test_missing_bpffs_is_mounted_at_sys_fs_bpf():
     assert not (BPFFS / name).exists(), "and not on this machine"
 
 
+def test_agents_that_start_together_mount_one_bpffs():
+    code = """
+import multiprocessing
+from pathlib import Path
+from kbpf.kernel.system import mounts
+together = multiprocessing.get_context("fork")
+start = together.Barrier(8)
+def make(pins):
+    start.wait()
+    mounts.ensure_bpffs(pins)
+folders = [Path(f"/sys/fs/bpf/{number}") for number in range(8)]
+agents = [together.Process(target=make, args=(pins,)) for pins in folders]
+for agent in agents: agent.start()
+for agent in agents: agent.join()
+print([agent.exitcode for agent in agents] == [0] * 8, all(pins.is_dir() for pins in folders))
+print([m.fs_type for m in mounts.list_mounts() if m.path == mounts.BPF_FS])
+"""
+    assert python_without_bpffs(code).splitlines() == ["True True", "['bpf']"]
+
+
 def test_pin_folder_outside_sys_fs_bpf_becomes_a_mount(tmp_path):
     pins = tmp_path / "deep" / "pins"
     assert python_without_bpffs(MAKE.format(pins=str(pins))) == f"True 0o700 ['{pins}']"
