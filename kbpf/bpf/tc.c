@@ -86,7 +86,7 @@ int tc_ingress(struct __sk_buff *skb)
 	if (!p->tuple.from.protocol)
 		return go(skb, TAIL_ICMP_IN);
 	if (!flags && (skb->pkt_type != PACKET_HOST || has_source_route(skb, p)))
-		return answers_refused(p) ? judge_answer_to_refused(skb, s) : TC_ACT_UNSPEC;
+		return answers_refused(&p->tuple) ? judge_answer_to_refused(skb, s) : TC_ACT_UNSPEC;
 	if (!flags)
 		s->end = 0;
 	translation.arrival = skb->ifindex;
@@ -98,7 +98,7 @@ int tc_ingress(struct __sk_buff *skb)
 		return forward_known(skb, s, device, &translation);
 	if (result == INGRESS_UNJUDGED)
 		return ask_judge(skb, s, TAIL_INGRESS);
-	if (!flags && answers_refused(p))
+	if (!flags && answers_refused(&p->tuple))
 		return judge_answer_to_refused(skb, s);
 	if (result == INGRESS_BRIDGED)
 		return leave_to_bridge(skb);
@@ -160,7 +160,7 @@ int tc_egress(struct __sk_buff *skb)
 	if (result == EGRESS_UNKNOWN && judged) {
 		if (skb->priority == PRIORITY_OF_TRACKED)
 			skb->priority = 0; /* IPv4: ip_forward() does so */
-		if (find_unconfirmed(&p->tuple)) {
+		if (find_unconfirmed(&p->tuple.from, &p->tuple.to)) {
 			s->begin = BEGIN_LEAVING;
 			return go(skb, TAIL_UNCONFIRMED);
 		}

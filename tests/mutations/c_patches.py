@@ -321,8 +321,8 @@ forged answers pass behind two priority tags
 - !(inner & __builtin_bswap16(VLAN_VID_MASK)) && uses_conntrack();
 + false;
 forged ACKs pass
-- (find_unconfirmed(&tuple) || (in &&
-+ (false || (in &&
+- answers_refused(&tuple) || is_nodes_own
++ is_nodes_own
 # tc.c CONNTRACK
 packets in the node's name pass
 - if (!flags && pretends_to_be_node(skb, device, &p->tuple))
@@ -487,7 +487,7 @@ the beginning of a divided SYN passes
 + false &&
 # tc/conntrack.h CONNTRACK
 forged answers pass
-- return event && !same_target(&p->tuple.to, &event->backend);
+- return uses_conntrack() && find_unconfirmed(&answer->to, &answer->from);
 + return false;
 forged answers that were not seen count
 - !begins_again(s)
@@ -502,9 +502,11 @@ what the node has answered unseen begins again
 - if (is_nodes_own(&event->backend.address)) {
 + if (false) {
 open connections to the node end if their answers leave unseen
-- if (is_nodes_own(&event->backend.address) &&
-- 	    (status_of(skb, &first, false) & IPS_SEEN_REPLY))
-+ if (false)
+- if (is_nodes_own(&event->backend.address) && (status & IPS_SEEN_REPLY)) {
++ if (false) {
+a key that is left ends a later connection
+- if (status && find_flow_of_entry(s)) {
++ if (status) {
 flows that leave unseen are refused
 - await_packet(skb, s, port, s->begin & BEGIN_UNSEEN);
 + await_packet(skb, s, port, false);
@@ -512,7 +514,7 @@ an answer just ahead of the first packet counts
 - (status & IPS_SEEN_REPLY) || (nfct & NFCT_INFO) != IP_CT_NEW
 + false
 what has passed the rules by a flowtable leaves
-- return status_of(skb, &first, false) ? finish
+- return find_entry(skb, s, &answer) && find_flow_of_entry(s) ? finish
 + return false ? finish
 a forged answer that leaves confirms a flow
 - if (!is_nodes_own(&event->backend.address))
@@ -524,8 +526,8 @@ what has lost its entry leaves
 - return is_established && has_expired(nfct) ?
 + return false ?
 refused flows stay
-- if (expire)
-+ if (false)
+- expire_entry(skb, answer);
++ ;
 a SYN behind the end of its connection stays untranslated
 - skb->priority = PRIORITY_OF_TRACKED
 + skb->priority = 0
@@ -555,7 +557,7 @@ a frame's padding is part of its packet
 + p->protocol == IPPROTO_TCP &&
 # tc/error.h CONNTRACK
 an error about an answer to what has not left passes
-- if (quotes_refused(&s->inner.tuple))
+- if (answers_refused(&s->inner.tuple)) /* it may have been just ahead of the key */
 + if (false)
 # tc/ports.h FLOWS
 a client gets the port of a frontend

@@ -52,8 +52,8 @@
 /* Nothing but the rule in nat_table.py looks at skb->priority between here and a socket. */
 #define PRIORITY_OF_TRACKED 0x6b620001
 
-/* The ends of a flow as its backend sees them -> the flow. The queue bounds their number: each CPU
- * may have added one that is not in it yet. `port_slots` counts them, as a filter. */
+/* The client as its backend sees it, and the backend -> the flow. The queue bounds their number:
+ * each CPU may have added one that is not in it yet. `port_slots` counts them, as a filter. */
 BPF_F_TABLE("hash", struct flow_key, struct event, unconfirmed, 64, BPF_F_NO_PREALLOC);
 
 /* Their keys, the oldest first, and those of flows that have been confirmed since. Full:
@@ -293,16 +293,17 @@ static __always_inline struct event *event_at(struct flow_key *key)
 	return slot && slot->unconfirmed ? unconfirmed.lookup(key) : NULL;
 }
 
-/* The flow of a packet between client and backend, or of one that an ICMP error quotes, if no
- * packet of it has left yet. */
-static __always_inline struct event *find_unconfirmed(const struct tuple *t)
+/* The flow between client and backend of which no packet has left yet. */
+static __always_inline struct event *find_unconfirmed(const struct target *client,
+						      const struct target *backend)
 {
-	struct port_slot *slot = filter_of(&t->from, &t->to);
+	struct port_slot *slot = filter_of(client, backend);
 	struct flow_key key;
 
 	if (!slot || !slot->unconfirmed)
 		return NULL;
-	key = flow_key_of(&t->from, &t->to);
+	key.first = *client;
+	key.second = *backend;
 	return unconfirmed.lookup(&key);
 }
 
@@ -310,20 +311,9 @@ static __always_inline struct event *find_unconfirmed(const struct tuple *t)
  * packet, so the answer is forged. conntrack would call the connection established, and rules that
  * accept established connections would then let pass what they have refused. A plain ACK is enough:
  * conntrack ignores it before a SYN-ACK, but remembers a reply. */
-static __always_inline bool answers_refused(const struct packet *p)
+static __always_inline bool answers_refused(const struct tuple *answer)
 {
-	struct event *event = uses_conntrack() ? find_unconfirmed(&p->tuple) : NULL;
-
-	return event && !same_target(&p->tuple.to, &event->backend);
-}
-
-/* Whether this is a backend's answer to what has not left. An error about it may have been just
- * ahead of the key. */
-static __always_inline bool quotes_refused(const struct tuple *answer)
-{
-	struct event *event = uses_conntrack() ? find_unconfirmed(answer) : NULL;
-
-	return event && same_target(&answer->from, &event->backend);
+	return uses_conntrack() && find_unconfirmed(&answer->to, &answer->from);
 }
 
 static __always_inline struct tuple tuple_of(const struct ct_ends *ends)
@@ -343,7 +333,7 @@ static __always_inline struct tuple tuple_of(const struct ct_ends *ends)
 static __always_inline struct event *find_flow_of_entry(struct scratch *s)
 {
 	struct tuple first = tuple_of(&s->entry.original), answer = tuple_of(&s->entry.reply);
-	struct event *event = find_unconfirmed(&answer);
+	struct event *event = find_unconfirmed(&answer.to, &answer.from);
 	bool same = event && same_target(&first.from, &event->client) &&
 		    same_target(&first.to, &event->frontend);
 
@@ -358,8 +348,10 @@ static __always_inline int judge_answer_to_refused(struct __sk_buff *skb, struct
 	return go(skb, TAIL_UNCONFIRMED);
 }
 
-/* The status of the entry of a client's packets; 0: there is none. `expire`: the entry expires. */
-static __always_inline u64 status_of(struct __sk_buff *skb, const struct tuple *t, bool expire)
+/* The status of the entry of packets with these ends, which is in the scratch buffer afterwards; 0:
+ * there is none. */
+static __always_inline u64 find_entry(struct __sk_buff *skb, struct scratch *s,
+				      const struct tuple *t)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t->to.protocol};
 	bool v6 = !is_v4(&t->to.address);
@@ -369,10 +361,21 @@ static __always_inline u64 status_of(struct __sk_buff *skb, const struct tuple *
 	if (!ct)
 		return 0;
 	status = status_in(ct);
-	if (expire)
-		bpf_ct_change_timeout(ct, 0);
+	read_entry(s, (u64)ct);
 	bpf_ct_release(ct);
 	return status;
+}
+
+static __always_inline void expire_entry(struct __sk_buff *skb, const struct tuple *t)
+{
+	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t->to.protocol};
+	bool v6 = !is_v4(&t->to.address);
+	void *ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, t, v6, &opts);
+
+	if (!ct)
+		return;
+	bpf_ct_change_timeout(ct, 0);
+	bpf_ct_release(ct);
 }
 
 /* Removes a key. */
@@ -406,7 +409,8 @@ static __always_inline void confirm(struct scratch *s, struct event *event)
 	struct tuple answer = tuple_of(&s->entry.reply);
 
 	confirm_flow(event);
-	s->queued.key = flow_key_of(&answer.from, &answer.to);
+	s->queued.key.first = answer.to;
+	s->queued.key.second = answer.from;
 	forget_flow(&s->queued.key);
 }
 
@@ -452,24 +456,28 @@ static __always_inline int judge_entry(u64 nfct)
  * entry has to go, also if a forged answer has reached it. Only the node itself can have answered
  * for the node: by a device without programs. `oldest`: room for its key, since the stack is short.
  */
-static __always_inline void settle_oldest(struct __sk_buff *skb, struct unconfirmed_key *oldest)
+static __always_inline void settle_oldest(struct __sk_buff *skb, struct scratch *s,
+					  struct unconfirmed_key *oldest)
 {
+	struct tuple *answer = &s->inner.tuple;
 	struct event *event;
-	struct tuple first;
+	u64 status;
 
 	if (unconfirmed_queue.pop(oldest))
 		return;
 	event = event_at(&oldest->key);
 	if (!event || event->time != oldest->time)
 		return;
-	first.from = event->client;
-	first.to = event->frontend;
-	if (is_nodes_own(&event->backend.address) &&
-	    (status_of(skb, &first, false) & IPS_SEEN_REPLY)) {
-		confirm_flow(event);
-	} else {
-		status_of(skb, &first, true);
-		status_of(skb, &first, true); /* this look-up deletes the entry */
+	answer->from = oldest->key.second;
+	answer->to = oldest->key.first;
+	status = find_entry(skb, s, answer);
+	if (status && find_flow_of_entry(s)) { /* not a later flow's */
+		if (is_nodes_own(&event->backend.address) && (status & IPS_SEEN_REPLY)) {
+			confirm_flow(event);
+		} else {
+			expire_entry(skb, answer);
+			find_entry(skb, s, answer); /* deletes it */
+		}
 	}
 	event = event_at(&oldest->key);
 	if (event && event->time == oldest->time) /* no other CPU has begun it again */
@@ -492,7 +500,8 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 	seen.port = __builtin_bswap16(port);
 	if (has_snat(flow))
 		seen.address = flow->snat;
-	queued->key = flow_key_of(&seen, &flow->backend);
+	queued->key.first = seen;
+	queued->key.second = flow->backend;
 	if (unseen) {
 		forget_flow(&queued->key); /* of an earlier flow with these ends */
 		confirm_flow(&event);
@@ -504,8 +513,9 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 		queued->time = flow->last_used;
 		if (!unconfirmed_queue.push(queued, 0))
 			return true;
-		settle_oldest(skb, queued);
-		queued->key = flow_key_of(&seen, &flow->backend);
+		settle_oldest(skb, s, queued);
+		queued->key.first = seen;
+		queued->key.second = flow->backend;
 	}
 	forget_flow(&queued->key); /* which would stay for ever without its place in the queue */
 	return false;
@@ -545,17 +555,11 @@ static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s
 {
 	bool is_error = !s->packet.tuple.from.protocol;
 	struct tuple t = is_error ? reversed(&s->inner.tuple) : s->packet.tuple;
-	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t.to.protocol};
+	u64 status = find_entry(skb, s, &t);
 	struct event *event;
-	u64 status;
-	void *ct;
 
-	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &t, !is_v4(&t.to.address), &opts);
-	if (!ct)
+	if (!status)
 		return TC_ACT_UNSPEC;
-	status = status_in(ct);
-	read_entry(s, (u64)ct);
-	bpf_ct_release(ct);
 	event = find_flow_of_entry(s);
 	if (!event)
 		return TC_ACT_UNSPEC;
@@ -571,14 +575,10 @@ static __always_inline int judge_unseen(struct __sk_buff *skb, struct scratch *s
  * may not be a client's of a flow of which none has left. */
 static __always_inline int judge_without_entry(struct __sk_buff *skb, struct scratch *s)
 {
-	struct event *event = find_unconfirmed(&s->packet.tuple);
-	struct tuple first;
+	struct tuple answer = reversed(&s->packet.tuple);
 
-	if (!event || !same_target(&s->packet.tuple.to, &event->backend))
-		return TC_ACT_UNSPEC;
-	first.from = event->client;
-	first.to = event->frontend;
-	return status_of(skb, &first, false) ? finish(TC_ACT_SHOT, INVALID) : TC_ACT_UNSPEC;
+	return find_entry(skb, s, &answer) && find_flow_of_entry(s) ? finish(TC_ACT_SHOT, INVALID)
+								    : TC_ACT_UNSPEC;
 }
 
 /* A packet leaves that may be the first one of its flow. The client's has to be the first one of

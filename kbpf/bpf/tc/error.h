@@ -91,7 +91,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 		return is_icmp_error(p) && has_hidden_ports(&s->inner) && uses_conntrack()
 			       ? finish(TC_ACT_SHOT, INVALID)
 			       : TC_ACT_UNSPEC;
-	if (uses_conntrack() && (find_unconfirmed(&tuple) || !flow_between(&tuple)))
+	if (answers_refused(&tuple) || (uses_conntrack() && !flow_between(&tuple)))
 		return judge_answer_to_refused(skb, s);
 	if (skb->pkt_type != PACKET_HOST)
 		return TC_ACT_UNSPEC;
@@ -153,7 +153,7 @@ int tc_icmp_out(struct __sk_buff *skb)
 		return finish(TC_ACT_SHOT, INVALID);
 	if (!parse_error(skb, s, &tuple))
 		return TC_ACT_UNSPEC;
-	if (quotes_refused(&s->inner.tuple))
+	if (answers_refused(&s->inner.tuple)) /* it may have been just ahead of the key */
 		return finish(TC_ACT_SHOT, INVALID);
 	result = translate_out(&tuple, &s->inner, FROM_ICMP_ERROR, 0, skb->ifindex, 0, &after,
 			       &masqueraded);

@@ -192,8 +192,8 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 		struct tuple tuple = tuple_of_plain(&plain);
 
 		if (!(plain.flags & TCP_SYN) && !may_have_flow(&tuple) &&
-		    !(judged &&
-		      (find_unconfirmed(&tuple) || (in && is_nodes_own(&tuple.from.address)))))
+		    !(judged && (in ? answers_refused(&tuple) || is_nodes_own(&tuple.from.address)
+				    : find_unconfirmed(&tuple.from, &tuple.to) != NULL)))
 			return false;
 		set_plain(skb, p, l2, &plain, &tuple);
 		return true;

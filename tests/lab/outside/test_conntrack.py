@@ -19,7 +19,7 @@ import pytest
 from pyroute2.netlink.nfnetlink.nfctsocket import NFCTAttrTuple, NFCTSocket
 
 from kbpf.dataplane.bpf.inspect.connections import format_target
-from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND, flow_key, is_port_reservation
+from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND, is_port_reservation
 from kbpf.dataplane.bpf.maps.layout import (
     COUNTS,
     PORT_SLOT,
@@ -89,6 +89,7 @@ def field() -> Iterator[Field]:
         for (vip, _), router in zip(vips, (OUT4, OUT6), strict=True):
             ip(f"route add {vip} via {router}", netns=node.netns)
         chained += made.all_of(f"38:UDP -> a-vip target={vips[0][1]} external=Local")
+        rest += made.all_of(f"13 23:UDP -> a-net target={FORGED_PORT}\n19 29:UDP -> a1 a2")
         made.create(*objects(made), *rest, *chained)
         made.settle()
         yield made
@@ -672,6 +673,55 @@ def test_a_frame_that_has_met_no_rules_takes_no_key(field: Field, number: int, v
         _expect_no_forged_answer(refused)
 
 
+@pytest.mark.parametrize(("number", "other"), [(12, 13), (22, 23)])
+@both_families
+def test_a_connection_of_the_backend_takes_no_key(field: Field, number: int, other: int, v6: bool):
+    """It has the port that the refused client's answers come from, and dials a Service whose endpoint is where they
+    go.
+    """
+    node, pod = field.lab.nodes[0], field["b1"]
+    own, out = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
+    backend, seen = packets.end(pod.ip6 if v6 else pod.ip, 8080), packets.end(own, FORGED_PORT)
+    mac, build, to = there(node, partial(mac_towards, out)), opening(number), at("NodePort", number, v6)
+    answer = packets.tcp(backend, seen, flags="A", seq=5000, ack=1) if number < 20 else packets.udp(backend, seen, b"x")
+    rule = f"chain j {{ type filter hook input priority 1; th dport {FORGED_PORT} counter drop; }}"
+
+    def send(frame: bytes) -> None:
+        there(field["outside"], partial(send_frames, [frame], own, mac))
+
+    with nft_table(node, "inet guard", GUARD + rule):
+        send(build(packets.end(out, FORGED_PORT), to))
+        until("it is refused", lambda: sum(counted(node, "drop")) == 1)
+        send(build(backend, at("NodePort", other, v6)))
+        until("so is the other", lambda: sum(counted(node, "drop")) == 2)
+        before = field.agent.reasons()[Reason.INVALID]
+        send(answer)
+        until("it is dropped", lambda: field.agent.reasons()[Reason.INVALID] > before)
+        (entry,) = entries(field, to)
+        assert not entry.status & ConntrackStatus.IPS_SEEN_REPLY
+
+
+@pytest.mark.parametrize(("number", "kind"), [(19, socket.SOCK_STREAM), (29, socket.SOCK_DGRAM)], ids=["tcp", "udp"])
+def test_a_key_that_is_left_ends_no_later_connection(field: Field, number: int, kind: socket.SocketKind):
+    """Of a client that a rule in raw has refused once; now it has a connection from the same port, perhaps to the
+    other backend.
+    """
+    node, to, ports = field.lab.nodes[0], at("NodePort", number), range(59_500, 59_512)
+    mac = there(node, partial(mac_towards, OUT4))
+    refused = f"chain d {{ type filter hook prerouting priority raw; th dport {split(to)[1]} drop; }}"
+    with nft_table(node, "inet guard", refused):
+        frames = [opening(number)(packets.end(OUT4, port), to) for port in ports]
+        there(field["outside"], partial(send_frames, frames, NODES4[0], mac))
+        until("their entries have expired", lambda: not entries(field, to))
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connected(field["outside"], port, to, kind)) for port in ports]
+        first = [exchange(client) for client in clients]
+        with nft_table(node, "inet guard", UDP_REFUSED):
+            there(field["outside"], partial(send_from_each_port, 40_000, split(at("NodePort", 21))))
+        assert [exchange(client) for client in clients] == first
+        assert len(entries(field, to)) == len(ports)
+
+
 @pytest.mark.parametrize("number", [11, 21])
 @both_families
 def test_what_leaves_without_an_entry_is_of_no_refused_flow(field: Field, number: int, v6: bool):
@@ -927,7 +977,7 @@ def test_a_flow_is_not_taken_for_an_earlier_one_that_is_settled(field: Field):
     oldest key in it is that of the new connection, whose first packet has not left yet.
     """
     ends = ((field.lab.nodes[0].ip, PORT), (field["a1"].ip, 8080))
-    key = flow_key(*(pack_target(parse_addr(host), port, Protocol.TCP) for host, port in ends))
+    key = b"".join(pack_target(parse_addr(host), port, Protocol.TCP) for host, port in ends)
     with Map.open(field.agent.map_path("unconfirmed_queue")) as queue:
         while queue.push(UNCONFIRMED_KEY.pack(key, 0)):
             pass
