@@ -606,8 +606,10 @@ def test_keys_of_a_flow_that_has_ended_refuse_nothing(field: Field, number: int,
     node = field.lab.nodes[0]
     with refusing(field, number, v6) as refused:
         there(node, flush_conntrack)
+        before = field.agent.reasons()[Reason.NEW_FLOW]
         with connected(node, FORGED_PORT, refused.ends.backend, kind) as client:
             assert exchange(client) == "a1"
+        assert field.agent.reasons()[Reason.NEW_FLOW] == before
 
 
 @both_families
@@ -701,8 +703,12 @@ def test_a_connection_of_the_backend_takes_no_key(field: Field, number: int, oth
         assert not entry.status & ConntrackStatus.IPS_SEEN_REPLY
 
 
-@pytest.mark.parametrize(("number", "kind"), [(19, socket.SOCK_STREAM), (29, socket.SOCK_DGRAM)], ids=["tcp", "udp"])
-def test_a_key_that_is_left_ends_no_later_connection(field: Field, number: int, kind: socket.SocketKind):
+@pytest.mark.parametrize(
+    ("number", "kind", "direct"),
+    [(19, socket.SOCK_STREAM, False), (29, socket.SOCK_DGRAM, False), (24, socket.SOCK_DGRAM, True)],
+    ids=["tcp", "udp", "straight to the pod"],
+)
+def test_a_key_that_is_left_ends_no_later_connection(field: Field, number: int, kind: socket.SocketKind, direct: bool):
     """Of a client that a rule in raw has refused once; now it has a connection from the same port, perhaps to the
     other backend.
     """
@@ -713,13 +719,18 @@ def test_a_key_that_is_left_ends_no_later_connection(field: Field, number: int, 
         frames = [opening(number)(packets.end(OUT4, port), to) for port in ports]
         there(field["outside"], partial(send_frames, frames, NODES4[0], mac))
         until("their entries have expired", lambda: not entries(field, to))
+    route = partial(ip, netns=field["outside"].netns)
     with contextlib.ExitStack() as stack:
+        if direct:
+            to = packets.end(field["a1"].ip, 8080)
+            route(f"route add {field['a1'].ip} via {NODES4[0]}")
+            stack.callback(route, f"route del {field['a1'].ip}")
         clients = [stack.enter_context(connected(field["outside"], port, to, kind)) for port in ports]
         first = [exchange(client) for client in clients]
         with nft_table(node, "inet guard", UDP_REFUSED):
             there(field["outside"], partial(send_from_each_port, 40_000, split(at("NodePort", 21))))
-        assert [exchange(client) for client in clients] == first
         assert len(entries(field, to)) == len(ports)
+        assert [exchange(client) for client in clients] == first
 
 
 @pytest.mark.parametrize("number", [11, 21])
