@@ -607,8 +607,12 @@ def test_keys_of_a_flow_that_has_ended_refuse_nothing(field: Field, number: int,
     with refusing(field, number, v6) as refused:
         there(node, flush_conntrack)
         before = field.agent.reasons()[Reason.NEW_FLOW]
-        with connected(node, FORGED_PORT, refused.ends.backend, kind) as client:
+        with sockets.socket_in(node.netns, socket.AF_INET6 if v6 else socket.AF_INET, kind) as client:
+            client.settimeout(PATIENCE)
+            client.bind(split(refused.ends.masqueraded))
+            client.connect(split(refused.ends.backend))
             assert exchange(client) == "a1"
+            assert kind is socket.SOCK_DGRAM or not retransmitted(client)
         assert field.agent.reasons()[Reason.NEW_FLOW] == before
 
 
