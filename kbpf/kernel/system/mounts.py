@@ -203,6 +203,7 @@ def ensure_bpffs(pin_dir: Path) -> None:
         mount_point = BPF_FS if pin_dir.is_relative_to(BPF_FS) else pin_dir
         with kernel_errors("cannot create the mount point for a bpffs", str(mount_point), PIN_DIR_HINT):
             mount_point.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
+        with kernel_errors("cannot read the pin folder", str(mount_point), "run as root"):
             folder = os.open(mount_point, os.O_RDONLY | os.O_DIRECTORY)
         try:
             # Of two agents that start at the same time, the second mount would hide the first one's pins.

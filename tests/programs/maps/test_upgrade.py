@@ -2,6 +2,7 @@
 """Another version of kbpf, with another layout of one map, takes over from the one before."""
 
 import errno
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -59,7 +60,8 @@ def test_upgrade_keeps_what_is_served(site: Site, monkeypatch, name: str):
 )
 def test_maps_that_belong_together_are_replaced_together(site: Site, monkeypatch, name: str, replaced: str):
     def ids() -> set[tuple[str, int]]:
-        return {(each, site.pinned(each).id) for each in layout.MAPS}
+        with ExitStack() as stack:
+            return {(each, stack.enter_context(site.pinned(each)).id) for each in layout.MAPS}
 
     site.start(desired(WEB))
     before = ids()
