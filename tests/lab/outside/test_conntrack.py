@@ -612,7 +612,9 @@ def test_keys_of_a_flow_that_has_ended_refuse_nothing(field: Field, number: int,
             client.bind(split(refused.ends.masqueraded))
             client.connect(split(refused.ends.backend))
             assert exchange(client) == "a1"
-            assert kind is socket.SOCK_DGRAM or not retransmitted(client)
+            if kind is socket.SOCK_STREAM:
+                assert not retransmitted(client)
+                reset(client)  # in TIME_WAIT it would keep the port from the clients of later tests
         assert field.agent.reasons()[Reason.NEW_FLOW] == before
 
 
