@@ -118,9 +118,9 @@ struct ct_tuple6 {
 enum tracked {
 	TRACKED_NO = 0,
 	TRACKED_YES = 1,      /* the kernel knows what to do with the packet */
-	TRACKED_STALE = 2,    /* an entry that does not translate it, or would be replaced by one */
+	TRACKED_STALE = 2,    /* an entry that does not translate it */
 	TRACKED_ANSWERED = 3, /* as TRACKED_YES, and there was an answer to the client */
-	TRACKED_ENDED = 4,    /* the next look-up deletes it */
+	TRACKED_ENDED = 4,    /* of an earlier connection; the next look-up deletes it */
 };
 
 /* union nf_inet_addr: IPv4 is in the first word. */
@@ -277,20 +277,14 @@ static __always_inline void confirm_flow(struct event *event)
 	event->reason = REASONS; /* counted */
 }
 
-/* Where a key with these ends is counted. Ports are in network byte order, so the bits by which one
- * client's differ are the upper ones. */
+/* Where a key with these ends is counted. Ports are in network byte order: on little-endian
+ * machines the lower bits of a port, in which the ports of one client differ, are the upper ones
+ * here. */
 static __always_inline struct port_slot *filter_of(const struct target *a, const struct target *b)
 {
 	u32 index = (a->port ^ b->port) >> (16 - PORT_SLOT_BITS);
 
 	return port_slots.lookup(&index);
-}
-
-static __always_inline struct event *event_at(struct flow_key *key)
-{
-	struct port_slot *slot = filter_of(&key->first, &key->second);
-
-	return slot && slot->unconfirmed ? unconfirmed.lookup(key) : NULL;
 }
 
 /* The flow between client and backend of which no packet has left yet. */
@@ -366,6 +360,7 @@ static __always_inline u64 find_entry(struct __sk_buff *skb, struct scratch *s,
 	return status;
 }
 
+/* The next look-up deletes the entry. */
 static __always_inline void expire_entry(struct __sk_buff *skb, const struct tuple *t)
 {
 	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = t->to.protocol};
@@ -396,7 +391,7 @@ static __always_inline bool remember_flow(struct flow_key *key, struct event *ev
 		return false;
 	if (slot->unconfirmed)
 		forget_flow(key);
-	__sync_fetch_and_add(&slot->unconfirmed, 1); /* first: who finds 0 does not look further */
+	__sync_fetch_and_add(&slot->unconfirmed, 1); /* before the key: at 0 nobody looks for it */
 	if (!unconfirmed.insert(key, event))
 		return true;
 	__sync_fetch_and_add(&slot->unconfirmed, -1);
@@ -465,7 +460,7 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct scratch 
 
 	if (unconfirmed_queue.pop(oldest))
 		return;
-	event = event_at(&oldest->key);
+	event = find_unconfirmed(&oldest->key.first, &oldest->key.second);
 	if (!event || event->time != oldest->time)
 		return;
 	answer->from = oldest->key.second;
@@ -476,10 +471,10 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct scratch 
 			confirm_flow(event);
 		} else {
 			expire_entry(skb, answer);
-			find_entry(skb, s, answer); /* deletes it */
+			find_entry(skb, s, answer);
 		}
 	}
-	event = event_at(&oldest->key);
+	event = find_unconfirmed(&oldest->key.first, &oldest->key.second);
 	if (event && event->time == oldest->time) /* no other CPU has begun it again */
 		forget_flow(&oldest->key);
 }
