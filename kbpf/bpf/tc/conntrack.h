@@ -263,18 +263,14 @@ static __always_inline bool is_decrypted(struct __sk_buff *skb)
 	return !((long (*)(void *, u32, void *, u32, u64))66)(skb, 0, &state, sizeof(state), 0);
 }
 
-/* Counts a flow whose packet the rules of the host have let pass, once. */
-static __always_inline void confirm_flow(struct event *event)
+static __always_inline void count_flow(struct event *event)
 {
 	struct choice c = {.service = event->service, .backend_id = event->backend_id};
 
-	if (event->reason != NEW_FLOW)
-		return;
 	count(NEW_FLOW);
 	account_begin(&c, TRANSLATE);
 	if (is_monitored())
 		report(event);
-	event->reason = REASONS; /* counted */
 }
 
 /* Where a key with these ends is counted. Ports are in network byte order: on little-endian
@@ -373,13 +369,15 @@ static __always_inline void expire_entry(struct __sk_buff *skb, const struct tup
 	bpf_ct_release(ct);
 }
 
-/* Removes a key. */
-static __always_inline void forget_flow(struct flow_key *key)
+/* Removes a key. False: there is none, or another CPU has removed it. */
+static __always_inline bool forget_flow(struct flow_key *key)
 {
 	struct port_slot *slot = filter_of(&key->first, &key->second);
 
-	if (slot && !unconfirmed.delete(key))
-		__sync_fetch_and_add(&slot->unconfirmed, -1);
+	if (!slot || unconfirmed.delete(key))
+		return false;
+	__sync_fetch_and_add(&slot->unconfirmed, -1);
+	return true;
 }
 
 /* Adds a key. An earlier flow with these ends has ended. */
@@ -398,15 +396,16 @@ static __always_inline bool remember_flow(struct flow_key *key, struct event *ev
 	return false;
 }
 
-/* The rules of the host have let a packet of this flow pass. */
-static __always_inline void confirm(struct scratch *s, struct event *event)
+/* The rules of the host have let a packet of this flow pass. Its entry is in the scratch buffer. */
+static __always_inline void confirm(struct scratch *s, const struct event *event)
 {
 	struct tuple answer = tuple_of(&s->entry.reply);
 
-	confirm_flow(event);
+	s->event = *event; /* once its key has gone, another flow may get the memory */
 	s->queued.key.first = answer.to;
 	s->queued.key.second = answer.from;
-	forget_flow(&s->queued.key);
+	if (forget_flow(&s->queued.key))
+		count_flow(&s->event);
 }
 
 /* The entry that conntrack found for a packet before the rules judged it, and NFCT_INFO, which says
@@ -468,7 +467,7 @@ static __always_inline void settle_oldest(struct __sk_buff *skb, struct scratch 
 	status = find_entry(skb, s, answer);
 	if (status && find_flow_of_entry(s)) { /* not a later flow's */
 		if (is_nodes_own(&event->backend.address) && (status & IPS_SEEN_REPLY)) {
-			confirm_flow(event);
+			confirm(s, event);
 		} else {
 			expire_entry(skb, answer);
 			find_entry(skb, s, answer);
@@ -488,10 +487,11 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 	struct unconfirmed_key *queued = &s->queued;
 	const struct flow *flow = &s->flow;
 	struct target seen = flow->client;
-	struct event event = {};
+	struct event *event = &s->event;
 
-	describe_event(&event, flow, NEW_FLOW);
-	event.time = flow->last_used;
+	__builtin_memset(event, 0, sizeof(*event));
+	describe_event(event, flow, NEW_FLOW);
+	event->time = flow->last_used;
 	seen.port = __builtin_bswap16(port);
 	if (has_snat(flow))
 		seen.address = flow->snat;
@@ -499,10 +499,10 @@ static __always_inline bool await_packet(struct __sk_buff *skb, struct scratch *
 	queued->key.second = flow->backend;
 	if (unseen) {
 		forget_flow(&queued->key); /* of an earlier flow with these ends */
-		confirm_flow(&event);
+		count_flow(event);
 		return true;
 	}
-	if (!remember_flow(&queued->key, &event))
+	if (!remember_flow(&queued->key, event))
 		return false;
 	for (int i = 0; i < QUEUE_TRIES; i++) {
 		queued->time = flow->last_used;

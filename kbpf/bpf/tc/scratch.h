@@ -85,6 +85,7 @@ struct scratch {
 	u32 client_device; /* to which the route to its sender leads */
 	struct unconfirmed_key queued; /* tc_conntrack: of any flow */
 	struct ct_entry entry;         /* as long as a program uses it */
+	struct event event;            /* of a flow that is remembered or confirmed */
 };
 
 /* 0 -> see above. */

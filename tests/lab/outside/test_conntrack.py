@@ -19,6 +19,7 @@ import pytest
 from pyroute2.netlink.nfnetlink.nfctsocket import NFCTAttrTuple, NFCTSocket
 
 from kbpf.dataplane.bpf.inspect.connections import format_target
+from kbpf.dataplane.bpf.inspect.monitor import Monitor
 from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND, is_port_reservation
 from kbpf.dataplane.bpf.maps.layout import (
     COUNTS,
@@ -40,6 +41,7 @@ from tests.support.cluster.kube_objects import service
 from tests.support.features import needs
 from tests.support.lab import sockets
 from tests.support.lab.dial import Dial
+from tests.support.lab.events import ALL, RATE, patient, read
 from tests.support.lab.field import (
     NODES4,
     NODES6,
@@ -573,9 +575,12 @@ def test_a_flow_by_a_route_that_encapsulates_counts_at_once(unseen: Field, v6: b
 @pytest.mark.parametrize("others", [0, CLIENTS], ids=["it goes on", "others begin"])
 @both_families
 def test_a_flow_that_the_node_answers_by_a_device_without_programs(unseen: Field, others: int, number: int, v6: bool):
-    """Nobody else can have answered. So it counts with its next packet, and others' refused flows do not end it."""
+    """Nobody else can have answered. So it counts with its next packet, and others' refused flows do not end it.
+    `kbpf monitor` shows it.
+    """
     node, outside = unseen.lab.nodes[0], unseen["outside"]
     to, client = at("NodePort", number, v6), OUT6 if v6 else OUT4
+    ends = pack_target(parse_addr(client), PORT + number, Protocol.TCP if number < 20 else Protocol.UDP)
     mac = there(node, partial(mac_towards, client))
     send = partial(send_frames, [opening(number)(packets.end(client, PORT + number), to)], split(to)[0], mac)
     there(node, flush_conntrack)
@@ -586,15 +591,18 @@ def test_a_flow_that_the_node_answers_by_a_device_without_programs(unseen: Field
 
     try:
         before = unseen.agent.reasons()[Reason.NEW_FLOW]
-        there(outside, send)
-        until("it is answered", answered)
-        if others:
-            with nft_table(node, "inet guard", UDP_REFUSED):
-                there(outside, partial(send_from_each_port, 40_000, (NODES4[0], 30_026)))
-        else:
+        with patient(), Monitor(unseen.agent.pin_dir, RATE, ALL) as monitor:
             there(outside, send)
-        until("it counts", lambda: unseen.agent.reasons()[Reason.NEW_FLOW] - before == 1)
+            until("it is answered", answered)
+            if others:
+                with nft_table(node, "inet guard", UDP_REFUSED):
+                    there(outside, partial(send_from_each_port, 40_000, (NODES4[0], 30_026)))
+            else:
+                there(outside, send)
+            until("it counts", lambda: unseen.agent.reasons()[Reason.NEW_FLOW] - before == 1)
+            assert len([event for event in read(monitor) if event.seen_by == "packet"]) == 1
         assert len(answered()) == 1
+        assert not [key for key in unseen.agent.entries("unconfirmed") if key.startswith(ends)]
     finally:
         ip(f"route del {client} dev p1", netns=node.netns)
 

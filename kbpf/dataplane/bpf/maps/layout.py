@@ -288,7 +288,7 @@ FLOW_HEAD: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI")
 """The fields before the numbers of a struct flow: all that describes a connection."""
 FLOW: Final = Struct(f"{FLOW_HEAD.format}32sII48s")
 TCP_SIDE: Final = Struct("=IIIIIIBBBxI")
-SCRATCH_SIZE: Final = 632
+SCRATCH_SIZE: Final = 720
 """struct scratch (bpf/tc/scratch.h), which no other side reads."""
 NEXT_HOP: Final = Struct("=II16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16sI")
