@@ -164,7 +164,8 @@ int tc_egress(struct __sk_buff *skb)
 			s->begin = BEGIN_LEAVING;
 			return go(skb, TAIL_UNCONFIRMED);
 		}
-		if (judge_entry(nfct) == TC_ACT_SHOT)
+		/* With nf_conntrack_tcp_timeout_close=0 a RST has ended its own entry. */
+		if (!(p->tcp_flags & TCP_RST) && judge_entry(nfct) == TC_ACT_SHOT)
 			return TC_ACT_SHOT;
 	}
 	/* What follows is for packets of the node's own sockets, which arrived on no device. */

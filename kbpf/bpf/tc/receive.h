@@ -191,7 +191,7 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 	if (is_plain_tcp(skb, l2, &plain)) {
 		struct tuple tuple = tuple_of_plain(&plain);
 
-		if (!(plain.flags & TCP_SYN) && !may_have_flow(&tuple) &&
+		if (!(plain.flags & (TCP_SYN | TCP_RST)) && !may_have_flow(&tuple) &&
 		    !(judged && (in ? answers_refused(&tuple) || is_nodes_own(&tuple.from.address)
 				    : find_unconfirmed(&tuple.from, &tuple.to) != NULL)))
 			return false;

@@ -79,8 +79,7 @@ def field() -> Iterator[Field]:
     # without the agent's own connections, which count as opened
     options = ("--verify-period", "0s", "--nodeport-addresses", "primary")
     with Field("--forwarding", "netfilter", *options, name="ct", agents=1) as made:
-        # by default an entry lives for ten seconds after a reset
-        on(made.lab.nodes[0], "sysctl", "-qw", "net.netfilter.nf_conntrack_tcp_timeout_close=120")
+        _closed_for(made, 120)  # by default ten
         node = made.lab.nodes[0]
         ip(*(f"addr add {address} dev lo" for address in LOCAL), netns=node.netns)
         made.unhook("a-lo", node.netns, *LOCAL, node)
@@ -995,6 +994,25 @@ def test_a_port_is_reused_at_once(field: Field, number: int, pod: str, end: Call
             end(client)
         (entry,) = entries(field, to)
         assert entry.status & ConntrackStatus.IPS_DST_NAT
+
+
+@both_families
+def test_a_reset_that_ends_its_own_entry_reaches_the_backend(field: Field, v6: bool):
+    """The entry of a connection that has been reset may live for no time at all."""
+    connections = "ss", "-Htn", "state", "established", "sport", "=", ":8080"
+    _closed_for(field, 0)
+    try:
+        with connected(field["outside"], PORT, at("NodePort", 11, v6)) as client:
+            assert exchange(client) == "a1"
+            assert on(field["a1"], *connections)
+            reset(client)
+        until("the server's connection ends", lambda: not on(field["a1"], *connections))
+    finally:
+        _closed_for(field, 120)
+
+
+def _closed_for(field: Field, seconds: int) -> None:
+    on(field.lab.nodes[0], "sysctl", "-qw", f"net.netfilter.nf_conntrack_tcp_timeout_close={seconds}")
 
 
 def test_a_flow_is_not_taken_for_an_earlier_one_that_is_settled(field: Field):
