@@ -626,6 +626,22 @@ def test_keys_of_a_flow_that_has_ended_refuse_nothing(field: Field, number: int,
 
 
 @both_families
+def test_an_answer_that_the_node_forges_confirms_no_flow(field: Field, v6: bool):
+    """A raw socket of the node speaks for the pod."""
+    with refusing(field, 24, v6) as refused, Wire(field.lab.outside, field.lab.prefix, tap=True) as wire:
+        before = field.agent.reasons()[Reason.NEW_FLOW]
+        answer = packets.udp(refused.ends.backend, refused.ends.client, b"x")
+        there(field.lab.nodes[0], partial(send_raw, answer, split(refused.ends.client)[0]))
+        assert wire.soon(lambda packet: packet.source == refused.ends.frontend, PATIENCE)
+        assert field.agent.reasons()[Reason.NEW_FLOW] == before
+
+
+def send_raw(packet: bytes, to: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in to else socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
+        raw.sendto(packet, (to, 0))
+
+
+@both_families
 def test_what_the_node_rejects_counts_as_no_connection(field: Field, v6: bool):
     """The firewall's own RST leaves with the entry of the flow."""
     rule = f"chain i {{ type filter hook input priority 0; tcp dport {HOST_PORT} reject with tcp reset; }}"
