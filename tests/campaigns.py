@@ -37,6 +37,7 @@ CAMPAIGNS = {
     "kills": "tests.chaos.campaigns:kills",
     "pauses": "tests.chaos.campaigns:pauses",
     "memory": "tests.chaos.campaigns:memory",
+    "registers": "tests.chaos.campaigns:registers",
     "soak": "tests.chaos.campaigns:soak",
 }
 """Name → module:function, imported only when it runs: campaigns have different dependencies."""

@@ -14,12 +14,19 @@ from collections.abc import Iterator
 from tests.chaos import errnos as faults
 from tests.chaos import kills as ends
 from tests.chaos import soak as endurance
+from tests.chaos.registers import DISTURBANCES, Registers
 from tests.chaos.world import World
 
 KILLS = 200
 PAUSES = 100
 STARVED = 50
 SOAK_MINUTES = 120.0
+DIALS = 1_000_000
+UPDATES = 100_000
+VERSIONS = 200
+"""In a round."""
+GROWTH_EVERY = 50
+"""Rounds."""
 
 
 def errnos(seed: int, minutes: float | None) -> None:
@@ -67,6 +74,18 @@ def memory(seed: int, minutes: float | None) -> None:
             print(f"{limit} MB: {outcome}", flush=True)
             outcomes[outcome] += 1
     print(dict(outcomes))
+
+
+def registers(seed: int, minutes: float | None) -> None:
+    """Dials that must never go back. The Services of a growth stay, so most rounds have none."""
+    order = random.Random(seed)
+    with Registers("cr") as cluster:
+        for _ in _rounds(DIALS, minutes):
+            growth = cluster.version // VERSIONS % GROWTH_EVERY == 0
+            cluster.round("growth" if growth else order.choice(DISTURBANCES[:-1]), VERSIONS, order)
+            if cluster.dials >= DIALS and cluster.version >= UPDATES:
+                break
+    print(f"{cluster.dials} dials, {cluster.version} versions, none went back")
 
 
 def soak(seed: int, minutes: float | None) -> None:

@@ -3,10 +3,12 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.chaos import errnos, kills, soak
+from tests.chaos.registers import DISTURBANCES, Registers, judge
 from tests.chaos.world import World
 
 SEED = 20261122
@@ -14,6 +16,17 @@ KILLS = 3
 PAUSES = 2
 LIMITS_MB = (20, 30, 60)
 ROUND_SECONDS = 5.0
+VERSIONS = 50
+W, R = True, False
+HISTORIES = {  # kind, version, call, return
+    "in order": [(W, 1, 0, 9), (R, 0, 1, 2), (R, 1, 3, 4)],
+    "at once": [(W, 1, 0, 9), (R, 1, 1, 5), (R, 0, 2, 6)],
+    "two versions on the way": [(W, 1, 0, 9), (W, 2, 1, 9), (R, 0, 2, 3), (R, 2, 4, 5)],
+    "back": [(W, 1, 0, 9), (R, 1, 1, 2), (R, 0, 3, 4)],
+    "too late": [(W, 1, 0, 2), (R, 0, 3, 4)],
+    "too early": [(R, 1, 0, 1), (W, 1, 2, 3)],
+    "another order": [(W, 1, 0, 9), (W, 2, 1, 9), (R, 2, 2, 3), (R, 1, 4, 5)],
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +66,17 @@ def test_memory_limits_interrupt_no_service(world: World):
 
 def test_churn_leaves_nothing_behind(world: World):
     soak.plateau(world, ROUND_SECONDS)
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_the_judge_of_histories_tells_right_from_wrong(registers: Path, name: str):
+    rows = [dict(zip(("Write", "Version", "Call", "Return"), row, strict=True)) for row in HISTORIES[name]]
+    wrong = list(HISTORIES).index(name) > list(HISTORIES).index("two versions on the way")
+    assert judge({"Name": name, "First": 0, "Backends": 64, "Operations": rows}) == [name] * wrong
+
+
+def test_no_dial_goes_back(programs: None, registers: Path):
+    order = random.Random(SEED)
+    with Registers("cg") as cluster:
+        for disturbance in DISTURBANCES:
+            cluster.round(disturbance, VERSIONS, order)

@@ -46,6 +46,7 @@ judge           apiserver    ./judge
 judge-1.36      apiserver    ./judge                                                        pins=previous.mod
 kubeadm-1.36    apiserver    k8s.io/kubernetes/cmd/kubeadm                                  pins=previous.mod
 coredns         coredns      .
+registers       registers    .
 helm            helm         helm.sh/helm/v3/cmd/helm
 bridge          cni          github.com/containernetworking/plugins/plugins/main/bridge
 ptp             cni          github.com/containernetworking/plugins/plugins/main/ptp

@@ -22,6 +22,7 @@ BUILDS = {
     "kubeadm": ("kubeadm",),
     "previous_kubeadm": ("kubeadm-1.36",),
     "helm": ("helm",),
+    "registers": ("registers",),
     "kube_proxy": ("kube-proxy",),
     "cni_programs": (*CNI_PLUGINS, "flannel", "flanneld"),
     "kube_router": ("kube-router",),
@@ -77,6 +78,8 @@ kubeadm = _program_fixture("kubeadm")
 previous_kubeadm = _program_fixture("previous_kubeadm")
 """kubeadm of the previous minor version."""
 helm = _program_fixture("helm")
+registers = _program_fixture("registers")
+"""The judge of histories."""
 cni_programs = _program_fixture("cni_programs")
 """The CNI plugins, and flanneld."""
 kube_router = _program_fixture("kube_router")

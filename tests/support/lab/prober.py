@@ -368,9 +368,9 @@ class Client:
                     seen.add((answer["name"], answer["port"], answer["client"], *pair))
         return {"names": names, "errors": errors, "seen": sorted(seen), "at_once": at_once}
 
-    def start_load(self, host, port, family="4", timeout=None, pause=0.0, threads=1, protocol="tcp"):
+    def start_load(self, host, port, family="4", timeout=None, pause=0.0, threads=1, protocol="tcp", record=False):
         one = self.tcp if protocol == "tcp" else self.udp
-        self.load = Load(one, threads, pause, (host, port, family, timeout))
+        self.load = Load(one, threads, pause, (host, port, family, timeout), record)
         return {}
 
     def stop_load(self):
@@ -382,9 +382,13 @@ class Client:
 
 
 class Load:
-    def __init__(self, dial, threads, pause, arguments):
+    """Dials all the time. `record`: its result has the beginning and the end (ns, CLOCK_MONOTONIC) of
+    each dial, and the server's name and port.
+    """
+
+    def __init__(self, dial, threads, pause, arguments, record):
         self.ended = threading.Event()
-        self.names, self.errors = Counter(), []
+        self.names, self.errors, self.record, self.recorded = Counter(), [], record, []
         self.started = time.monotonic()
         self.lock = threading.Lock()
         self.threads = [threading.Thread(target=self._run, args=(dial, pause, arguments)) for _ in range(threads)]
@@ -393,6 +397,7 @@ class Load:
 
     def _run(self, dial, pause, arguments):
         while not self.ended.is_set():
+            began = time.monotonic_ns()
             answer = dial(*arguments)
             with self.lock:
                 if "error" in answer:
@@ -400,6 +405,8 @@ class Load:
                     self.errors.append([answer["error"], round(at, 3), answer.get("from")])
                 else:
                     self.names[answer["name"]] += 1
+                    if self.record:
+                        self.recorded.append([began, time.monotonic_ns(), answer["name"], answer["port"]])
             if pause:
                 time.sleep(pause)
 
@@ -411,7 +418,7 @@ class Load:
         self.ended.set()
         for thread in self.threads:
             thread.join()
-        return self.result()
+        return self.result() | {"recorded": self.recorded}
 
 
 NAMES = """
